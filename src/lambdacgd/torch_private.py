@@ -29,8 +29,8 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 
-#: ``view`` of a tensor that nobody else has: what comes is no view to autograd, so it may be written in place.
-unsafe_view = torch.ops.aten._unsafe_view.default
+#: A context whose operations autograd does not see, nor counts their results as views of anything.
+BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
 
 #: Views of one flat tensor with the shapes of some tensors.
 unflatten: Callable[[Tensor, list[Tensor]], list[Tensor]] = torch._C._nn.unflatten_dense_tensors
@@ -56,6 +56,9 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 
 #: The hooks that somebody registered on a tensor's gradient; empty or None where there is none.
 backward_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
+
+#: What must not change about a parameter that is trained, in one call.
+trained_as: Callable[[Tensor], tuple[Any, ...]] = attrgetter("requires_grad", "shape", "dtype", "_backward_hooks")
 
 
 #: This process's shard of a ``DTensor``, without ``to_local``'s autograd node.

@@ -257,6 +257,24 @@ def test_random_compositions_with_shared_layers(oracle: Oracle, names: list[str]
     oracle(Wrapped(nn.Sequential(*layers)), seeded(3, 5, 4), 3)
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: nn.Linear(4, 6), (3, 4)),
+        (lambda: nn.Linear(4, 6), (3, 5, 4)),
+        (lambda: nn.Linear(4, 6, bias=False), (3, 5, 4)),
+        (lambda: nn.Linear(4, 6), (3, 2, 5, 4)),
+        (lambda: nn.Conv1d(4, 6, 3), (3, 4, 8)),
+        (lambda: nn.Conv2d(4, 6, 3), (3, 4, 5, 5)),
+        (lambda: nn.LayerNorm(4), (3, 5, 4)),
+        (lambda: nn.GroupNorm(2, 4), (3, 4, 5)),
+    ],
+)
+def test_the_output_of_a_layer_may_be_written_over(oracle: Oracle, layer: Any, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(8)
+    oracle(nn.Sequential(nn.Identity(), layer(), nn.ReLU(inplace=True)), seeded(*shape), 3)
+
+
 @pytest.mark.parametrize("mode", ["flat", "per-layer", "automatic"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_modes_and_reductions(oracle: Oracle, mode: str, reduction: str) -> None:

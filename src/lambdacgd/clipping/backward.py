@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.bounds import Factors, Mode, Norm, clip_factors
 from lambdacgd.errors import ClippingError
-from lambdacgd.torch_private import after_backward, backward_task, storage_handle, storage_holders, will_execute
+from lambdacgd.torch_private import after_backward, storage_handle, storage_holders, will_execute
 
 LossReduction = Literal["mean", "sum", "none"]
 #: Whether all gradients were finite, to be asked; what adds their records, masked or not; and the mask.
@@ -183,20 +183,16 @@ class Outer(Record):
     shape: torch.Size
     transposed: bool = False  # the parameter is stored [in, out] (Hugging Face Conv1D)
 
+    def __post_init__(self) -> None:
+        examples, tokens, out = self.b.shape
+        patches = not isinstance(self.a, Tensor)
+        inner = self.shape.numel() // out if patches else self.a.shape[2]  # type: ignore[union-attr]
+        self.sizes = examples, tokens, inner, out
+        self.matrix = (inner, out) if self.transposed else (out, inner)  # the parameter's shape as one
+        self.is_direct = direct(self.sizes, patches=patches)
+
     def left(self, rows: slice) -> Tensor:
         return self.a(rows) if callable(self.a) else self.a[rows]
-
-    @cached_property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """B, T, in, out."""
-        examples, tokens, out = self.b.shape
-        return examples, tokens, self.shape.numel() // out if callable(self.a) else self.a.shape[2], out
-
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """The parameter's shape as a matrix."""
-        _, _, inner, outer = self.sizes
-        return (inner, outer) if self.transposed else (outer, inner)
 
     def in_chunks(self, examples: int, elements_each: int = 0) -> list[slice]:
         """See `in_chunks`: beside other temporaries, rows that are made of patches."""
@@ -209,12 +205,6 @@ class Outer(Record):
             return super().folded(examples, minor=minor)
         a, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (self.a, self.b))
         return outer(self.name, a, b, self.shape, transposed=self.transposed)
-
-    def resolve(self) -> Record:
-        """The record to keep: the gradients themselves where they are the cheaper way."""
-        if not direct(self.sizes, patches=callable(self.a)):
-            return self
-        return Stored(self.name, self.materialise(slice(0, self.examples)))
 
     def materialise(self, rows: slice) -> Tensor:
         start, stop = rows.start or 0, min(rows.stop, self.examples)
@@ -244,7 +234,8 @@ class Outer(Record):
     def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
         matrix = total if total.shape == self.matrix else total.view(self.matrix)
         if not callable(self.a):
-            self._add_rows(matrix, masked(self.a, keep), masked(self.b, keep), factor, fresh)
+            a, b = (self.a, self.b) if keep is None else (masked(self.a, keep), masked(self.b, keep))
+            self._add_rows(matrix, a, b, factor, fresh)
             return
         for rows in self.in_chunks(self.examples):
             kept = None if keep is None else keep[rows]
@@ -341,6 +332,8 @@ class BackwardPass:
         totals: Where the sums are kept.
         looking: None, or where the probe of a loss wants norms put, and nothing added.
         low: Whether a gradient of 16 bits came meanwhile.
+        task: The number of the backward pass that is delivering, or −1.
+        forward: The forward pass that it goes through.
         before_adding: Called before a backward pass writes the sums.
         sharded: Whether sums are formed one parameter at a time, because nobody holds them all at once (FSDP2).
     """
@@ -503,25 +496,23 @@ class BackwardPass:
     def reset(self) -> None:
         """Forget the pass under way: what an interrupted one left behind."""
         self._pending: dict[str, list[Record]] = {}
-        self._norm_pass, self._task, self._batch, self._forward = NormPass(), -1, 0, Pass()
+        self._norm_pass, self.task, self._batch, self.forward = NormPass(), -1, 0, Pass()
 
-    def gathers(self) -> bool:
+    def gathers(self, task: int) -> bool:
         """Whether the backward pass under way is for the parameters: ``torch.autograd.grad(loss, x)`` is not, nor
         ``backward(inputs=[x])``, which leave ``p.grad`` alone, too.
         """
-        task = backward_task()
         if task != self._for_parameters[0]:
             # Asked for anew: a node that is kept belongs to the stream it was made in, and CUDA graphs have their own.
             node = torch.autograd.graph.get_gradient_edge(self.anchor).node
             self._for_parameters = (task, will_execute(node))
         return self._for_parameters[1]
 
-    def begin(self, batch: int, forward: Pass, refuse: Callable[[str], ClippingError]) -> None:
-        """A call of a layer is about to deliver, from a forward pass over ``batch`` examples. It is refused where its
-        gradient would be clipped in parts, or twice.
+    def begin(self, task: int, batch: int, forward: Pass, refuse: Callable[[str], ClippingError]) -> None:
+        """The first call of a layer is about to deliver in this backward pass, or the first one from another forward
+        pass, over ``batch`` examples. It is refused where its gradient would be clipped in parts, or twice.
         """
-        task = backward_task()
-        if task != self._task:
+        if task != self.task:
             if self._pending:
                 raise refuse(
                     "a backward pass inside another one (a hook, reentrant checkpointing) would clip parts of a "
@@ -530,7 +521,7 @@ class BackwardPass:
             self.settle()
             if self.before_adding is not None and self.looking is None:
                 self.before_adding()
-            self._task, self._batch, self._forward = task, batch, forward
+            self.task, self._batch, self.forward = task, batch, forward
             after_backward(self._finish)
         if forward.number <= self._over:
             raise refuse("its forward pass saw an earlier one than the loader's last batch. Run the model on that.")
@@ -538,7 +529,7 @@ class BackwardPass:
             raise ClippingError("whether examples are kept apart could not be seen: return tensors or containers.")
         if forward.clipped:
             raise refuse("an earlier backward pass clipped this forward pass. Add the losses up, call backward() once.")
-        if forward is not self._forward:
+        if forward is not self.forward:
             raise refuse(
                 "one backward pass covers two forward passes of the model. Call backward() for each; or, where row i "
                 "is one example in both (two views of it), attach to a module that calls the model twice."
@@ -546,22 +537,28 @@ class BackwardPass:
 
     def receive(self, record: Record, refuse: Callable[[str], ClippingError]) -> None:
         """Keep what a call yields for one parameter."""
-        if record.name not in self.parameters:
+        parameter = self.parameters.get(record.name)
+        if parameter is None:
             raise refuse(f"its rule gives a record for '{record.name}', which is no name in layer.names.")
-        if type(record) is Outer:
-            record = record.resolve()
-        shape = self.parameters[record.name].shape
-        if type(record) is Stored and record.gradients.shape[1:] != shape:
+        if isinstance(record, Outer):
+            if record.is_direct:  # the gradients themselves are the cheaper way
+                record = Stored(record.name, record.materialise(slice(0, record.examples)))
+            else:
+                self._norm_pass.add(record)
+        if type(record) is Stored and record.gradients.shape[1:] != parameter.shape:
             raise refuse(
                 f"the gradients its rule gives for '{record.name}' have shape {tuple(record.gradients.shape[1:])}, "
-                f"the parameter has {tuple(shape)}."
+                f"the parameter has {tuple(parameter.shape)}."
             )
-        self._pending.setdefault(record.name, []).append(record)
-        self._norm_pass.add(record)
+        uses = self._pending.get(record.name)
+        if uses is None:
+            self._pending[record.name] = [record]
+        else:
+            uses.append(record)
 
     def _finish(self) -> None:
         pending, norm_pass, batch = self._pending, self._norm_pass, self._batch
-        self._forward.clipped = True
+        self.forward.clipped = True
         self.reset()
         if not pending:
             return
@@ -578,7 +575,7 @@ class BackwardPass:
     ) -> None:
         per_layer = self.mode == "per-layer"
         shared = {name for name, uses in pending.items() if len(uses) > 1}
-        records = [merge(uses) for uses in pending.values()]
+        records = [uses[0] if len(uses) == 1 else merge(uses) for uses in pending.values()]
         form_together(records)
         if not (per_layer or self.sharded):
             records = pack_small(records)
@@ -687,14 +684,15 @@ class NormPass:
     def __init__(self) -> None:
         self._waiting: list[tuple[str, Tensor, Tensor]] = []
         self._blocks: list[tuple[list[str], Tensor, gpu.Rounding]] = []
+        self._together: bool | None = None  # whether norms share launches: one answer for a backward pass
 
-    def add(self, record: Record) -> None:
-        if not isinstance(record, Outer) or not isinstance(record.a, Tensor) or record.b.device.type != gpu.DEVICE:
-            return
-        if gpu.may_use_tables():
+    def add(self, record: Outer) -> None:
+        if self._together is None:
+            self._together = record.b.device.type == gpu.DEVICE and gpu.may_use_tables()
+        if self._together and isinstance(record.a, Tensor):
             self._waiting.append((record.name, record.a, record.b))
-        if len(self._waiting) >= _TOGETHER:
-            self._launch()
+            if len(self._waiting) >= _TOGETHER:
+                self._launch()
 
     def _launch(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -735,15 +733,16 @@ class Pack(Stored):
 
 def pack_small(records: list[Record]) -> list[Record]:
     """The records, small stored ones in packs by type. Odd sizes go last in them, to keep the others aligned."""
-    kinds: dict[torch.dtype, list[Stored]] = {}
+    kinds: dict[torch.dtype, tuple[list[Stored], list[Stored]]] = {}
     alone: list[Record] = []
     for record in records:
-        if isinstance(record, Stored) and record.size <= _SMALL:
-            kinds.setdefault(record.gradients.dtype, []).append(record)
+        if isinstance(record, Stored) and (size := record.size) <= _SMALL:
+            kinds.setdefault(record.gradients.dtype, ([], []))[size % 64 != 0].append(record)
         else:
             alone.append(record)
-    for some in kinds.values():
-        alone.append(Pack(sorted(some, key=lambda r: r.size % 64 != 0)) if len(some) > 1 else some[0])
+    for even, odd in kinds.values():
+        some = even + odd
+        alone.append(Pack(some) if len(some) > 1 else some[0])
     return alone
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lambdacgd.clipping.backward import Record, Stored
-from lambdacgd.clipping.bounds import accumulator
+from lambdacgd.clipping.bounds import accumulator, uncast
 from lambdacgd.clipping.layers.linear import tapped_linear
 from lambdacgd.clipping.rules import Call, Layer, Recorder, autocast_dtype, exchanged, tap
 from lambdacgd.errors import ClippingError
@@ -325,7 +325,8 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        ctx.call.deliver(gradient.reshape(gradient.shape[0], *ctx.inner))
+        with uncast(gradient):
+            ctx.call.deliver(gradient.reshape(gradient.shape[0], *ctx.inner))
         return None, None, None, None
 
 

@@ -31,9 +31,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -199,14 +199,6 @@ def clip_factors(
 def uncast(x: Tensor) -> torch.autocast:
     """No autocast, also where backward() was called inside it: norms and sums choose their own precision."""
     return torch.autocast(x.device.type, enabled=False)
-
-
-def without_autocast(function: Callable[..., Any], *args: Tensor) -> Any:
-    """Entering autocast contexts costs microseconds a layer, so only where backward() was called inside one."""
-    if not torch.is_autocast_enabled(args[0].device.type):
-        return function(*args)
-    with uncast(args[0]):
-        return function(*args)
 
 
 def squared_norms(x: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ from lambdacgd.torch_private import (
     own_buffers,
     own_modules,
     own_parameters,
+    trained_as,
     tree_leaves,
     version,
 )
@@ -267,11 +268,15 @@ class Clipper(BackwardPass):
         rule = rule_for(module) if before is None else None  # somebody's own forward is followed as it is
         if isinstance(module, nn.Linear) and rule is not None and module.weight.dtype == torch.float32:
             self._linear_layers.append(layer)
-        module.forward = Replaced(not_compiled(partial(self._forward_of, layer, rule)))  # a graph break
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._forward_of(layer, rule, args, kwargs)
+
+        module.forward = Replaced(not_compiled(forward))  # a graph break
         module.forward.module, module.forward.before = module, before
         return module.forward
 
-    def _forward_of(self, layer: Layer, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:
+    def _forward_of(self, layer: Layer, rule: Rule | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What runs in place of a module's forward: its rule, where its input has the batch first, or stand-ins."""
         if not torch.is_grad_enabled():
             return layer.original(*args, **kwargs)
@@ -293,8 +298,8 @@ class Clipper(BackwardPass):
                     )
         if layer.elsewhere or layer.forward_pass.sizes.learning:
             with own_parameters_of(layer):
-                return _by_rule(layer, rule, *args, **kwargs)
-        return _by_rule(layer, rule, *args, **kwargs)
+                return _by_rule(layer, rule, args, kwargs)
+        return _by_rule(layer, rule, args, kwargs)
 
     def _hook_gathered(self, layer: Layer) -> None:
         """Under FSDP2 autograd sees the gathered parameter, not the shard that `_install` watches."""
@@ -320,6 +325,8 @@ class Watch:
 
     def __init__(self, model: nn.Module, trained: dict[str, nn.Parameter]) -> None:
         self._parameters = [(name, p, name in trained, p.shape, p.dtype) for name, p in model.named_parameters()]
+        self._expected = [(name in trained, p.shape, p.dtype, None) for name, p in model.named_parameters()]
+        self._counting = [p for _, p, *_ in self._parameters if not p.is_inference()]
         self._modules = list(model.modules())
         self._buffers = {
             f"{path}.{name}".lstrip("."): (own_buffers(module), name)
@@ -339,6 +346,8 @@ class Watch:
         Raises:
             ClippingError: Somebody froze, unfroze, reshaped or cast a parameter, or registered a hook on its gradient.
         """
+        if [trained_as(p) for _, p, *_ in self._parameters] == self._expected:
+            return
         for name, p, trained, shape, dtype in self._parameters:
             if p.requires_grad != trained or (trained and (p.shape != shape or p.dtype != dtype)):
                 raise ClippingError(
@@ -384,8 +393,9 @@ class Watch:
         """
         versions, marks = self._before
         if versions and versions != (versions_now := self._versions()):
-            wrote = next(p for p, was, is_ in zip(self._parameters, versions, versions_now, strict=True) if was != is_)
-            raise ClippingError(WRITES_PARAMETER.format(name=wrote[0]))
+            wrote = next(p for p, was, is_ in zip(self._counting, versions, versions_now, strict=True) if was != is_)
+            name = next(name for name, p, *_ in self._parameters if p is wrote)
+            raise ClippingError(WRITES_PARAMETER.format(name=name))
         for name, now in self._marks().items():
             if now == marks[name] or name in self._compared:
                 continue
@@ -418,8 +428,8 @@ class Watch:
         return {name: mark(slots.get(local)) for name, (slots, local) in self._buffers.items()}
 
     def _versions(self) -> list[int]:
-        """How often each parameter was written."""
-        return [0 if p.is_inference() else version(p) for _, p, *_ in self._parameters]
+        """How often each parameter was written that counts it (inference tensors do not)."""
+        return list(map(version, self._counting))
 
 
 def _quiet(what: str) -> ClippingError:
@@ -463,12 +473,13 @@ class Replaced(_NotSaved):
             self.module.forward = self.before
 
 
-def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
+def _by_rule(layer: Layer, rule: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A module's output by its rule, where its input has the batch in a place that the rule knows; or by stand-ins."""
     x: Any = args[0] if args else next(iter(kwargs.values()), None)
-    if rule is None or not (rule.finds_batch or isinstance(x, Tensor)):
+    rows, plain = 0, type(x) is Tensor or (isinstance(x, Tensor) and not isinstance(x, BatchFree))
+    if rule is None or not (plain or rule.finds_batch):
+        layer.batched = False
         return _followed(layer, *args, **kwargs)
-    rows, plain = 0, isinstance(x, Tensor) and not isinstance(x, BatchFree)
     if plain and (rule.pointwise or not rule.finds_batch):
         alone = rule.pointwise and x.dim() > 1 and len(args) + len(kwargs) == 1
         rows = layer.forward_pass.sizes.rows(layer, x, second=alone)
@@ -479,7 +490,7 @@ def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
         output = rule(layer, *args, **kwargs)
     else:
         return _followed(layer, *args, **kwargs)
-    if rows:
+    if rows and layer.forward_pass.watch is not None:
         layer.compare(x.flatten(0, 1) if rows < 0 else x)
     return output
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -121,10 +122,10 @@ def column_sums(gradients: list[Tensor]) -> list[Tensor] | None:
     if first.dtype not in (torch.float32, torch.bfloat16):
         return None
     sizes = [g.shape[2] for g in gradients]
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    starts = [0, *accumulate(sizes)]
     width, examples, block = sum(sizes), first.shape[0], 128
     rows = tuple(
-        v for g, start in zip(gradients, starts, strict=True)
+        v for g, start in zip(gradients, starts, strict=False)
         for v in (g.data_ptr(), g.stride(0), g.stride(1), g.shape[1], g.shape[2], start)
     )  # fmt: skip
     out = torch.empty(examples, width, dtype=torch.float32, device=first.device)

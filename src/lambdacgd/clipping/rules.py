@@ -13,7 +13,6 @@ other activation. A parameter used in any other way receives an ordinary gradien
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from lambdacgd.clipping.backward import BackwardPass, Pass, Record
-from lambdacgd.clipping.bounds import without_autocast
+from lambdacgd.clipping.bounds import uncast
 from lambdacgd.errors import ClippingError
-from lambdacgd.torch_private import backward_task, own_parameters, quick_apply, version
+from lambdacgd.torch_private import BelowAutograd, backward_task, own_parameters, quick_apply, version
 
 Rule = Callable[..., Any]
 Recorder = Callable[..., Iterable[Record]]
@@ -98,7 +97,7 @@ class BatchSizes:
 
     def __init__(self) -> None:
         self.batch, self.learning = 0, False
-        self._uses: Counter[Hashable] = Counter()
+        self._uses: dict[Hashable, int] = {}
         self._first: dict[tuple[Hashable, int], tuple[int, list[tuple[str, int]]]] = {}  # (batch, what it looked like)
         self._known: dict[tuple[Hashable, int], str] = {}
         self._kinds: dict[Hashable, set[str]] = {}  # of all uses of a place
@@ -129,8 +128,8 @@ class BatchSizes:
             if second and _SECOND in kinds and x.dim() > 1 and x.shape[1] == batch:
                 return -1
             return first // batch if first == batch or (_FOLDED in kinds and first % batch == 0) else 0
-        key = (place, self._uses[place])
-        self._uses[place] += 1
+        use = self._uses.get(place, 0)
+        self._uses[place], key = use + 1, (place, use)
         known = self._known.get(key) or self._learn(key, x)
         if known == _FREE:
             return 0
@@ -203,8 +202,7 @@ class ForwardPass:
         if last is not None and last[0] is x and last[1] == version(x) and last[2].dtype == dtype:
             return last[2]
         copy = x.to(dtype)
-        if copy is not x:
-            self._last_cast = (x, version(x), copy)
+        self._last_cast = (x, version(x), copy)
         return copy
 
 
@@ -247,6 +245,7 @@ class Layer:
         batched: Whether the input it runs on now has the batch in a dimension that its rule knows.
         layout: How rows are put together where an example has several; None: nobody has seen it.
         elsewhere: The model's names of those that other modules read, too.
+        recorder: What a rule makes of names and shapes, which do not change: kept from call to call.
     """
 
     module: nn.Module
@@ -259,6 +258,7 @@ class Layer:
     batched: bool = False
     layout: str | None = None
     elsewhere: set[str] = field(default_factory=set)
+    recorder: Recorder | None = None
 
     def __str__(self) -> str:
         return f"module '{self.path}'" if self.path else "the model itself"
@@ -313,7 +313,8 @@ class Call:
             return
         if torch.is_grad_enabled():
             raise self.layer.refuse("backward(create_graph=True) is not supported: clipped sums have no derivative.")
-        if not self.layer.backward_pass.gathers():
+        backward_pass, task = self.layer.backward_pass, backward_task()
+        if task != backward_pass.task and not backward_pass.gathers(task):
             return
         if self.delivered:
             raise self.layer.refuse("a second backward pass went through a forward pass. Add losses up, call it once.")
@@ -322,15 +323,12 @@ class Call:
                 "its forward ran inside a backward pass: reentrant gradient checkpointing splits an example's gradient "
                 "into parts that would be clipped one by one. Use torch.utils.checkpoint(..., use_reentrant=False)."
             )
-        self.delivered = True
-        without_autocast(self._deliver, gradient, *saved)
-
-    def _deliver(self, gradient: Tensor, *saved: Tensor) -> None:
-        backward_pass, refuse = self.layer.backward_pass, self.layer.refuse
+        self.delivered, refuse = True, self.layer.refuse
         examples = self.batch // backward_pass.views
         if backward_pass.looking is not None:
             backward_pass.low |= gradient.dtype in (torch.bfloat16, torch.float16)
-        backward_pass.begin(examples, self.forward, refuse)
+        if task != backward_pass.task or self.forward is not backward_pass.forward:
+            backward_pass.begin(task, examples, self.forward, refuse)
         for record in self.recorder(gradient, *saved):
             backward_pass.receive(record if record.examples == examples else self._by_example(record, examples), refuse)
 
@@ -358,6 +356,9 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if torch.is_autocast_enabled(gradient.device.type):  # backward() was called inside it
+            with uncast(gradient):
+                return Tap.backward(ctx, gradient)
         saved = ctx.saved_tensors
         ctx.call.deliver(gradient, *saved)
         return (gradient, None, None, *([None] * len(saved)))
@@ -372,13 +373,17 @@ class FusedTap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, forward: Any, backward: Any, call: Call) -> Tensor:
-        y, x, weight, *kept = forward(x, weight)
+        with BelowAutograd():  # what comes is no view, so in-place ReLUs work: see Tap
+            y, x, weight, *kept = forward(x, weight)
         ctx.operation, ctx.call = backward, call
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None, *kept)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if torch.is_autocast_enabled(gradient.device.type):
+            with uncast(gradient):
+                return FusedTap.backward(ctx, gradient)
         x, weight, *kept = ctx.saved_tensors
         below = None if weight is None else ctx.operation(gradient, x, weight, *kept)
         ctx.call.deliver(gradient, x, *kept)

@@ -598,7 +598,9 @@ class Gradients:
     def check_clear(self, done: int) -> None:
         """Nothing is left in ``p.grad`` from step ``done`` or from somebody else."""
         for name, p in self._parameters.items():
-            if p.grad is not None and bool(local(p.grad).any()):
+            if p.grad is None:
+                continue
+            if bool(local(p.grad).any()):
                 raise TrainingError(
                     f"{name}.grad holds a gradient. If it is that of step {done}, call optimizer.zero_grad() after "
                     "every step. If it was written by something other than this library, it is not private"
@@ -622,6 +624,7 @@ class Weights:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._parameters = list(model.parameters())
+        self._ids = [id(p) for p in self._parameters]
         self._sharded = any(map(is_sharded, self._parameters))
         # Frozen ones of other kinds (quantised, on no device) do not tell their bits.
         self._plain = [
@@ -633,7 +636,8 @@ class Weights:
         self._expected = self._counters()
 
     def _counters(self) -> dict[int, int]:
-        return {id(p): version(local(p) if self._sharded else p) for p in self._parameters}
+        now = map(local, self._parameters) if self._sharded else self._parameters
+        return dict(zip(self._ids, map(version, now), strict=True))
 
     def settle(self, changes: dict[int, int] | None = None) -> None:
         """The weights are what the run made them. ``changes``: it wrote these only, which others had changed so often

@@ -9,9 +9,9 @@ exchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any, cast
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,18 @@ from torch.nn import functional as F
 
 from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.backward import ColumnSum, Outer, Record, Stored, direct, in_chunks, outer, same_type
-from lambdacgd.clipping.bounds import without_autocast
-from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, detached, fused_tap, register, tap
-from lambdacgd.torch_private import foreach_copy_, own_parameters, repeated_padding, unflatten, unsafe_view
+from lambdacgd.clipping.rules import (
+    Call,
+    Layer,
+    Recorder,
+    autocast_dtype,
+    computed,
+    detached,
+    fused_tap,
+    register,
+    tap,
+)
+from lambdacgd.torch_private import foreach_copy_, own_parameters, repeated_padding, unflatten
 
 # --- Linear -----------------------------------------------------------------------------------------------------------
 
@@ -35,16 +44,17 @@ def tokens(x: Tensor) -> Tensor:
 
 def linear_records(
     gradient: Tensor, x: Tensor, *, weight: str | None, bias: str | None, shape: torch.Size, transposed: bool = False
-) -> Iterator[Record]:
+) -> list[Record]:
     """Weight: Σ_t b_t x_tᵀ. Bias: Σ_t b_t."""
-    b = tokens(gradient)
-    keeps_b = False
+    b, records, keeps_b = tokens(gradient), list[Record](), False
     if weight is not None:
         kept = outer(weight, tokens(x), b, shape, transposed=transposed)
-        keeps_b = b.shape[1] > 1 and not direct(kept.sizes, patches=False)
-        yield kept
+        keeps_b = kept.sizes[1] > 1 and not kept.is_direct
+        records.append(kept)
     if bias is not None:
-        yield ColumnSum(bias, b) if keeps_b else Stored(bias, b.sum(1, dtype=bounds.accumulator(b.dtype)))
+        late = ColumnSum(bias, b) if keeps_b else Stored(bias, b.sum(1, dtype=bounds.accumulator(b.dtype)))
+        records.append(late)
+    return records
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
@@ -59,15 +69,12 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> 
             weight, bias = weight.to(low), None if bias is None else bias.to(low)
 
     def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        if low is not None:
+        if low is not None and x.dtype != low:
             x = forward_pass.cast_input(x, low)
-        if x.dim() <= 2 or bias is None:
-            return F.linear(x, weight, bias), x, weight
-        y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t())
-        return unsafe_view(y, (*x.shape[:-1], y.shape[1])), x, weight  # F.linear would return a view here: see Tap
+        return F.linear(x, weight, bias), x, weight
 
     def backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        below: Tensor = without_autocast(torch.matmul, gradient, weight)
+        below = torch.matmul(gradient, weight)
         return below if below.dtype == kind else below.to(kind)
 
     return fused_tap(x, weight, forward, backward, call)
@@ -77,16 +84,21 @@ def tapped_linear(
     layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None, names: Sequence[str | None], *, transposed: bool
 ) -> Tensor:
     """``F.linear(x, weight, bias)`` recorded under the model's names of weight and bias (None: frozen or absent)."""
+    return apply_linear(x, weight, bias, Call(layer, _recorder(weight, names, transposed=transposed)))
+
+
+def _recorder(weight: Tensor, names: Sequence[str | None], *, transposed: bool) -> Recorder:
     shape = weight.t().shape if transposed else weight.shape
-    recorder = partial(linear_records, weight=names[0], bias=names[1], shape=shape, transposed=transposed)
-    return apply_linear(x, weight, bias, Call(layer, recorder))
+    return partial(linear_records, weight=names[0], bias=names[1], shape=shape, transposed=transposed)
 
 
 @register(nn.Linear, pointwise=True)
 def linear(layer: Layer, input: Tensor) -> Tensor:
-    own = own_parameters(layer.module)
-    names = [layer.names.get("weight"), layer.names.get("bias")]
-    return tapped_linear(layer, input, cast(Tensor, own["weight"]), own["bias"], names, transposed=False)
+    own: dict[str, Any] = own_parameters(layer.module)
+    weight = own["weight"]
+    if layer.recorder is None:
+        layer.recorder = _recorder(weight, [layer.names.get("weight"), layer.names.get("bias")], transposed=False)
+    return apply_linear(input, weight, own["bias"], Call(layer, layer.recorder))
 
 
 @register("transformers.pytorch_utils.Conv1D", pointwise=True)
@@ -106,8 +118,10 @@ def cast_weights(linears: list[Layer]) -> dict[Layer, tuple[Tensor, Tensor | Non
     low = torch.get_autocast_dtype(gpu.DEVICE)
     own = [own_parameters(layer.module) for layer in linears]
     whole: list[Tensor] = [p for slots in own for p in (slots["weight"], slots["bias"]) if p is not None]
-    whole.sort(key=lambda p: p.numel() % 8 != 0)  # odd sizes last: the others stay aligned
-    flat = torch.empty(sum(p.numel() for p in whole), dtype=low, device=whole[0].device)
+    sizes = list(map(Tensor.numel, whole))
+    if any([size % 8 for size in sizes]):
+        whole.sort(key=lambda p: p.numel() % 8 != 0)  # odd sizes last: the others stay aligned
+    flat = torch.empty(sum(sizes), dtype=low, device=whole[0].device)
     with torch.no_grad():
         parts = unflatten(flat, whole)
         foreach_copy_(parts, whole)
@@ -119,6 +133,8 @@ def cast_weights(linears: list[Layer]) -> dict[Layer, tuple[Tensor, Tensor | Non
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------
+
+_convolution_backward = torch.ops.aten.convolution_backward.default
 
 
 def pad_to_fit(x: Tensor, geometry: dict[str, Any], out: tuple[int, ...]) -> Tensor:
@@ -171,27 +187,43 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
 
 def conv_records(
     gradient: Tensor, x: Tensor, *, names: dict[str, str], geometry: dict[str, Any], shape: torch.Size
-) -> Iterator[Record]:
+) -> list[Record]:
+    records: list[Record] = []
     if "weight" in names:
         if geometry["mode"] != "zeros":
             x = F.pad(x, geometry["wrap"], mode=geometry["mode"])
         x, response = same_type(x, gradient)
         image, response = (response, x) if geometry["transposed"] else (x, response)
-        yield patch_record(names["weight"], image, response, geometry, shape)
+        records.append(patch_record(names["weight"], image, response, geometry, shape))
     if "bias" in names:
-        yield Stored(names["bias"], gradient.flatten(2).sum(2, dtype=bounds.accumulator(gradient.dtype)))
+        records.append(Stored(names["bias"], gradient.flatten(2).sum(2, dtype=bounds.accumulator(gradient.dtype))))
+    return records
 
 
 def _geometry(m: Any) -> dict[str, Any]:
-    padding = m.padding
-    transposed = bool(m.transposed)
-    if m.padding_mode != "zeros" or padding == "valid":
-        padding = (0,) * len(m.kernel_size)
+    padding = m.padding if isinstance(m.padding, str) else tuple(m.padding)
+    sizes = tuple(m.kernel_size), tuple(m.stride), tuple(m.dilation), padding
+    return _geometry_of(*sizes, m.groups, m.padding_mode, tuple(repeated_padding(m)), m.transposed)
+
+
+@lru_cache(maxsize=1024)
+def _geometry_of(
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+    padding: str | tuple[int, ...],
+    groups: int,
+    mode: str,
+    wrap: tuple[int, ...],
+    transposed: bool,
+) -> dict[str, Any]:
+    if mode != "zeros" or padding == "valid":
+        padding = (0,) * len(kernel)
     elif padding == "same":
-        padding = tuple(d * (k - 1) // 2 for d, k in zip(m.dilation, m.kernel_size, strict=True))
+        padding = tuple(d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True))
     return {
-        "kernel": m.kernel_size, "stride": m.stride, "dilation": m.dilation, "padding": padding, "groups": m.groups,
-        "mode": m.padding_mode, "wrap": list(repeated_padding(m)), "transposed": transposed,
+        "kernel": kernel, "stride": stride, "dilation": dilation, "padding": padding, "groups": groups,
+        "mode": mode, "wrap": wrap, "transposed": bool(transposed),
     }  # fmt: skip
 
 
@@ -203,7 +235,7 @@ def conv(layer: Layer, input: Tensor) -> Tensor:
     if low is not None:
         x, weight, bias = x.to(low), weight.to(low), None if bias is None else bias.to(low)
     geometry = _geometry(m)
-    recorder = partial(conv_records, names=layer.names, geometry=geometry, shape=m.weight.shape)
+    recorder = partial(conv_records, names=layer.names, geometry=geometry, shape=weight.shape)
     # Padded by zeros, on both sides alike: what the geometry says is what the operation below computes.
     plain = m.padding_mode == "zeros" and m.padding != "same" and not computed(m)
     if not plain or x.dtype != weight.dtype or x.dim() != 2 + len(m.kernel_size):
@@ -215,7 +247,7 @@ def conv(layer: Layer, input: Tensor) -> Tensor:
 
     def backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         given = (gradient, x, weight, None, *how, (True, False, False))
-        return torch.ops.aten.convolution_backward.default(*given)[0]
+        return _convolution_backward(*given)[0]
 
     return fused_tap(x, weight, forward, backward, Call(layer, recorder))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,13 @@ from torch.nn import functional as F
 
 from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.backward import Record, Stored
-from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, detached, fused_tap, register, tap
+from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, detached, fused_tap, register, tap
 from lambdacgd.errors import ClippingError
+from lambdacgd.torch_private import own_parameters
 
 _NAMES = ("weight", "bias")
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+_group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 
 def affine_records(
@@ -27,42 +30,52 @@ def affine_records(
     over: slice,
     names: dict[str, str],
     kernel: Callable[..., tuple[Tensor, Tensor] | None] | None = None,
-) -> Iterator[Record]:
+    shape: torch.Size | None = None,
+) -> list[Record]:
     """Scale: Σ b∘x̂, shift: Σ b, over the dimensions the parameters are broadcast along; on CUDA in one launch, where
-    there is a ``kernel`` that fits.
+    there is a ``kernel`` that fits, which is told the parameters' ``shape``.
     """
-    shape = torch.Size(n for d, n in enumerate(gradient.shape) if d and d not in range(gradient.dim())[over])
-    sums = kernel(x, gradient.contiguous(), *statistics) if kernel is not None and x.device.type == gpu.DEVICE else None
-    if sums is not None:
-        yield from (Stored(names[k], s.view(-1, *shape)) for k, s in zip(_NAMES, sums, strict=True) if k in names)
-        return
+    if kernel is not None and shape is not None and x.device.type == gpu.DEVICE:
+        sums = kernel(x, gradient.contiguous(), *statistics)
+        if sums is not None:
+            pairs = zip(_NAMES, sums if len(shape) == 1 else [s.view(-1, *shape) for s in sums], strict=True)
+            return [Stored(names[kind], total) for kind, total in pairs if kind in names]
     kept = bounds.accumulator(gradient.dtype)
     dims = tuple(range(gradient.dim())[over])
+    records: list[Record] = []
     if "weight" in names:
         product = gradient * normalise(x.to(torch.promote_types(x.dtype, kept)), *statistics)
-        yield Stored(names["weight"], product.sum(dims, dtype=kept) if dims else product.to(kept))
+        records.append(Stored(names["weight"], product.sum(dims, dtype=kept) if dims else product.to(kept)))
     if "bias" in names:
-        yield Stored(names["bias"], gradient.sum(dims, dtype=kept) if dims else gradient.to(kept))
+        records.append(Stored(names["bias"], gradient.sum(dims, dtype=kept) if dims else gradient.to(kept)))
+    return records
 
 
 def _trailing(module: nn.Module) -> slice:
     return slice(1, -len(module.normalized_shape))  # type: ignore[arg-type]
 
 
-def _is_ready(m: Any, x: Tensor) -> bool:
-    """Whether the statistics of the forward pass can be kept: parameters of its own, float32 or float64."""
-    return not computed(m) and x.dtype in (torch.float32, torch.float64) and m.weight.dtype == x.dtype
+def _ready(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias, detached, where the statistics of the forward pass can be kept: parameters of the module's own,
+    float32 or float64. None elsewhere.
+    """
+    own: dict[str, Any] = own_parameters(m)
+    weight = own.get("weight")
+    if weight is None or "bias" not in own or weight.dtype != x.dtype or x.dtype not in (torch.float32, torch.float64):
+        return None
+    return weight.detach(), detached(own["bias"])
 
 
 @register(nn.LayerNorm, pointwise=True)
 def layer_norm(layer: Layer, input: Tensor) -> Tensor:
     m: nn.LayerNorm = layer.module  # type: ignore[assignment]
     x = input.float() if autocast_dtype(input) is not None else input
-    recorder: Any = partial(affine_records, over=_trailing(m), names=layer.names)
-    if not _is_ready(m, x):
+    ready = _ready(m, x)
+    if ready is None:
         normalise = partial(F.layer_norm, normalized_shape=m.normalized_shape, eps=m.eps)
-        return tap(layer, layer.hidden(input), partial(recorder, normalise=normalise), input)
-    weight, bias, shape, eps = m.weight.detach(), detached(m.bias), m.normalized_shape, m.eps
+        recorder = partial(affine_records, normalise=normalise, over=_trailing(m), names=layer.names)
+        return tap(layer, layer.hidden(input), recorder, input)
+    (weight, bias), shape, eps = ready, m.normalized_shape, m.eps
 
     def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
@@ -70,10 +83,19 @@ def layer_norm(layer: Layer, input: Tensor) -> Tensor:
 
     def backward(gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
         given = (gradient, x, shape, mean, rstd, weight, bias, (True, False, False))
-        return torch.ops.aten.native_layer_norm_backward.default(*given)[0]
+        return _layer_norm_backward(*given)[0]
 
-    recorder = partial(recorder, normalise=_standardised, kernel=partial(gpu.layer_norm_sums, size=weight.numel()))
-    return fused_tap(x, weight, forward, backward, Call(layer, recorder))
+    if layer.recorder is None:
+        kernel = partial(gpu.layer_norm_sums, size=weight.numel())
+        layer.recorder = partial(
+            affine_records,
+            normalise=_standardised,
+            over=_trailing(m),
+            names=layer.names,
+            kernel=kernel,
+            shape=weight.shape,
+        )
+    return fused_tap(x, weight, forward, backward, Call(layer, layer.recorder))
 
 
 def _standardised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
@@ -124,23 +146,26 @@ def group_norm(layer: Layer, input: Tensor) -> Tensor:
     m: nn.GroupNorm = layer.module  # type: ignore[assignment]
     groups = m.groups_for(input) if isinstance(m, FittedGroupNorm) else m.num_groups
     x = input.float() if autocast_dtype(input) is not None else input
-    recorder: Any = partial(affine_records, over=slice(2, None), names=layer.names)
-    if not _is_ready(m, x) or not x.is_contiguous():
+    ready = _ready(m, x) if x.is_contiguous() else None
+    if ready is None:
         normalise = partial(F.group_norm, num_groups=groups, eps=m.eps)
-        return tap(layer, layer.hidden(input), partial(recorder, normalise=normalise), input)
-    weight, bias, eps = m.weight.detach(), detached(m.bias), m.eps
+        recorder = partial(affine_records, normalise=normalise, over=slice(2, None), names=layer.names)
+        return tap(layer, layer.hidden(input), recorder, input)
+    (weight, bias), eps = ready, m.eps
     sizes = (x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups)
 
     def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        y, mean, rstd = torch.ops.aten.native_group_norm.default(x, weight, bias, *sizes, eps)
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, eps)
         return y, x, weight, mean, rstd
 
     def backward(gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
         given = (gradient.contiguous(), x, mean, rstd, weight, *sizes, (True, False, False))
-        return torch.ops.aten.native_group_norm_backward.default(*given)[0]
+        return _group_norm_backward(*given)[0]
 
-    recorder = partial(recorder, normalise=_standardised_by_group, kernel=gpu.group_norm_sums)
-    return fused_tap(x, weight, forward, backward, Call(layer, recorder))
+    if layer.recorder is None:
+        how: dict[str, Any] = {"over": slice(2, None), "names": layer.names, "shape": weight.shape}
+        layer.recorder = partial(affine_records, normalise=_standardised_by_group, kernel=gpu.group_norm_sums, **how)
+    return fused_tap(x, weight, forward, backward, Call(layer, layer.recorder))
 
 
 def _standardised_by_group(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:

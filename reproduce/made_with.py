@@ -150,6 +150,28 @@ def verdicts() -> dict[str, str]:
     return said
 
 
+KEPT: dict[str, tuple[str, ...]] = {
+    "Timed on an H200, and nobody has had one to time them again; what format 2.1 adds is small beside a step and is "
+    "on [the page of benchmarks](benchmarks.md#the-noise)": (
+        "runtime-cifar/runtime-cifar.json", "runtime-imdb/runtime-imdb.json", "captured-h200.json",
+        "captured-h200-cudnn-benchmark.json", "pair-h200.json", "step-h200-all-modes.json",
+        "step-h200-all-modes-2.json",
+    ),
+    "Opacus and format 1 side by side: pages show its ratio times that of the formats until `bench noise` has run on "
+    "an H200": ("noise-h200.json",),
+    "Format 2.1 beside format 1, which the code no longer has": ("noise-formats.json",),
+    "The peers do not install beside today's versions of the rest": ("accountants-cpu.json",),
+    "Its seconds are of quiet cores; its σ were computed again on 19 November and are within 10⁻⁴": (
+        "exact-accountant-cpu.json",
+    ),
+    "Five to twenty minutes of a core each": (
+        "accounting-truth.json", "nugget-cpu.json", "nugget-check-cpu.json", "audit-cpu.json",
+    ),
+    "It chose the settings of the demo, three minutes a method": ("demo_tuning.json",),
+}  # fmt: skip
+"""Why results that are stale, or do not say what made them, are kept."""
+
+
 def stale() -> None:
     """Say which results were made by code that computes something else today."""
     for name, text in verdicts().items():

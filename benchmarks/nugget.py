@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,13 @@ from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.exact.accountant import Precision, Scale, evaluate, loss_law
 from lambdacgd.accounting.exact.lattice import Columns
 from lambdacgd.accounting.gaussian import gaussian_sigma
+from lambdacgd.mechanisms import mechanism_from_dict
 from reproduce.framework import measured_on
 from reproduce.reference import dense_strategy, quadrature
 from reproduce.sampled import Sampled
 from reproduce.simulated import Pool, Simulation, estimate_sigma
 
+KINDS = ("buffer", "normalised buffer", "bands", "inverse bands", "normalised inverse bands")
 WAYS: tuple[OneWay, OneWay] = ("remove", "add")
 OWN = lc.BandInvMF(3, coefficients=(1.0, -0.55, -0.25))
 OTHERS: list[tuple[int, int, float, lc.Mechanism]] = [
@@ -74,14 +77,14 @@ def table(delta: float = 1e-5) -> list[dict[str, Any]]:
 
 
 def buffers(delta: float = 1e-5) -> list[dict[str, Any]]:
-    """BLT with one buffer, chosen and certified; "before" is nothing."""
-    rows = []
+    """BLT with one buffer and normalised bands, chosen and certified; "before" is nothing."""
+    rows, blt = [], lc.BLT(1, amplified=True)
     for epsilon in (8.0, 4.0, 2.0, 1.0, 0.5):
-        for normalized in (False, True):
+        for mechanism in (blt, replace(blt, normalized=True), lc.BandInvMF(4, normalized=True, amplified=True)):
             began = time.process_time()
             plan = lc.plan(
                 50_000, 128, epochs=10, epsilon=epsilon, delta=delta, sampling=lc.BallsInBins("fresh"),
-                mechanism=lc.BLT(1, normalized=normalized, amplified=True),
+                mechanism=mechanism,
             )  # fmt: skip
             spent = time.process_time() - began
             made = row(plan.mechanism, "fresh", 390, 10, epsilon, delta, math.nan, plan.sigma, spent)
@@ -132,10 +135,10 @@ def without_bias(before: dict[str, Any], pools: int = 16, size: int = 40_000) ->
     for made in [*before["buffers"], *before["others"]]:
         if made["ratio"] >= 0.999 or made["b"] != 390:
             continue
-        given = {key: made[key] for key in ("decays", "weights", "normalized") if key in made}
-        given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        own = ("name", "buffers", "decays", "weights", "bands", "coefficients", "normalized")
+        given = {key: made[key] for key in own if key in made}
         named = {str(m.resolve(lc.Horizon(390, 1))): m.resolve(lc.Horizon(390, 1)) for _, _, _, m in OTHERS}
-        mechanism = lc.BLT(1, **given) if given else named[made["mechanism"]]
+        mechanism = mechanism_from_dict(given) if given else named[made["mechanism"]]
         simulation, epsilon, sigma = Simulation(mechanism, 390), made["epsilon"], made["after"]
         values: dict[OneWay, list[float]] = {way: [] for way in WAYS}
         for pair in range(pools // 2):
@@ -167,7 +170,7 @@ def against_quadrature(count: int, seed: int = 0) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
         b = int(rng.choice([2, 3, 4], p=[0.4, 0.45, 0.15]))
-        kind = str(rng.choice(["buffer", "normalised buffer", "bands", "inverse bands"]))
+        kind = str(rng.choice(KINDS))
         k = int(rng.integers(1, 5)) if "buffer" in kind else 1
         if "buffer" in kind:
             decay = 1 - float(np.exp(rng.uniform(math.log(0.02), math.log(0.9))))
@@ -177,8 +180,10 @@ def against_quadrature(count: int, seed: int = 0) -> list[dict[str, Any]]:
             assert found is not None
         else:
             tail = rng.uniform(0, 1.2, b - 1) if kind == "bands" else -rng.dirichlet(np.ones(b))[: b - 1]
-            make = lc.BandMF if kind == "bands" else lc.BandInvMF
-            mechanism = make(b, coefficients=(1.0, *tail))
+            if kind == "bands":
+                mechanism = lc.BandMF(b, coefficients=(1.0, *tail))
+            else:
+                mechanism = lc.BandInvMF(b, coefficients=(1.0, *tail), normalized=kind != "inverse bands")
             found = dominating(mechanism, lc.Horizon(b, 1), epsilon=float(rng.uniform(0.3, 8)), delta=1e-4)
         sums = dense_strategy(mechanism, lc.Horizon(b, k)).reshape(b * k, k, b).sum(axis=1)
         gram = np.asarray(sums.T @ sums)
@@ -203,7 +208,7 @@ def against_quadrature(count: int, seed: int = 0) -> list[dict[str, Any]]:
             )  # fmt: skip
             if value.delta < true - 2 * doubt - 1e-7 * true:
                 print("BELOW", rows[-1], mechanism.to_dict(), flush=True)
-    for kind in ("buffer", "normalised buffer", "bands", "inverse bands"):
+    for kind in KINDS:
         some = [r["ratio"] for r in rows if r["kind"] == kind]
         print(f"{kind}: {len(some)} cases, certified over true {min(some):.6f} to {max(some):.4f}")
     return rows

@@ -100,19 +100,22 @@ _METHODS: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
 METHODS = {name: Method(name, title, asks, **more) for name, title, asks, more in _METHODS}
 LAST_RATE = 0.05  # where a linear schedule ends, as a share of the learning rate
 # What might need less noise than the default: no table of methods has them. Plans of a ``variant`` claim nothing.
-VARIANTS = {
-    name: Method(name, title, _binned("normalized-bands", "fresh", variant=name), ours=True)
-    for name, title in (
-        ("bands-3", "three normalised bands"),
-        ("bands-4", "four normalised bands"),
-        ("epochs", "the default with a σ for each epoch"),
-        ("bands-4-epochs", "four normalised bands with a σ for each epoch"),
-    )
-}
-# It is certified, and stores one buffer of the model's size.
-VARIANTS["one-buffer"] = Method(
-    "one-buffer", "one buffer, normalised", _binned("blt", "fresh", buffers=1, normalized=True, amplified=True)
+_VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    *(
+        (name, title, _binned("bandinvmf", "fresh", bands=bands, normalized=True, amplified=True))
+        for name, title, bands in (("bands-3", "three normalised bands", 3), ("bands-4", "four normalised bands", 4))
+    ),
+    *(
+        (name, title, _binned("normalized-bands", "fresh", variant=name))
+        for name, title in (
+            ("epochs", "the default with a σ for each epoch"),
+            ("bands-4-epochs", "four normalised bands with a σ for each epoch"),
+        )
+    ),
+    # It stores one buffer of the model's size.
+    ("one-buffer", "one buffer, normalised", _binned("blt", "fresh", buffers=1, normalized=True, amplified=True)),
 )
+VARIANTS = {name: Method(name, title, asks, ours=True) for name, title, asks in _VARIANTS}
 # The default with its λ chosen for a rate that falls as runs' rates do; what its plan says of errors is of such a rate.
 FALLING = Method(
     "falling-rate", "λ chosen for a falling rate",

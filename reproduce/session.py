@@ -258,7 +258,7 @@ class Session:
         splits = config.described.load(Path(config.data) if config.data else None)
         key = SecretKey.load(key_file)
         session = cls(folder, config, Plan.load(folder / PLAN), splits, key)
-        if session.private.resume(folder / CHECKPOINT) is None and (released := _released(key)):
+        if not session.private.resume(folder / CHECKPOINT) and (released := _released(key)):
             raise CheckpointError(
                 f"there is no checkpoint in {folder}, and the ledger says that this run released step "
                 f"{released[0].step}. Restore the checkpoint from a copy, or start a new run in another folder, which "

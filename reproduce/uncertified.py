@@ -1,14 +1,10 @@
-"""Plans that claim nothing, of what might need less noise than the default and stores nothing: for ``lower-noise``.
+"""Plans that claim nothing, of a σ for each epoch with fresh bins: for ``lower-noise``.
 
-The default is normalised λCGD with fresh bins. Its variants:
+What an epoch leaves in the weights stays for all later ones, so early epochs get less noise. No accountant here
+composes epochs that differ: σ is simulated, and **nothing may be claimed for such a run**. The library has no way to
+train one either: ``noise_of_epochs`` reaches into it.
 
-- More bands: C⁻¹ = D·(1 + a₁x + … + a_{p−1}x^{p−1}), its columns of norm 1. λCGD is p = 2. The library's accountant
-  certifies σ, through columns that dominate these.
-- A σ for each epoch. What an epoch leaves in the weights stays for all later ones, so early epochs get less noise. No
-  accountant here composes epochs that differ: σ is simulated, and **nothing may be claimed for such a run**. The
-  library has no way to train one either: ``noise_of_epochs`` reaches into it.
-
-Plans of both kinds are made here, say that they are estimates, and are kept as the numbers that they are made from.
+Plans are made here, say that they are estimates, and are kept as the numbers that they are made from.
 """
 
 from __future__ import annotations
@@ -22,57 +18,35 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from scipy.optimize import minimize, minimize_scalar
+from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 import lambdacgd as lc
-from lambdacgd.accounting import accountant_for
 from lambdacgd.accounting.certificate import Array, Certificate, OneWay, set_aside
-from lambdacgd.accounting.dominating import first_guess
 from lambdacgd.accounting.root import Secant, find_root
 from lambdacgd.mechanisms import Horizon, Mechanism, error_norms, sensitivity
-from lambdacgd.mechanisms.base import BandedInverse
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private
 from lambdacgd.training.step import PrivateStep
 from reproduce.simulated import Pool, Simulation
 
 POWER = 0.2  # σ of an epoch ∝ (what its noise weighs in the mean squared error)^−POWER; .15 to .25 differ by .5%
-BANDS = {"bands-3": 3, "bands-4": 4, "epochs": 2, "bands-4-epochs": 4}
-SIMULATED = ("epochs", "bands-4-epochs")  # variants with a σ for each epoch
+BANDS = {"epochs": 2, "bands-4-epochs": 4}  # of the normalised C⁻¹; two are the default's
 _GROUPS = 3
 
 
 @dataclass(frozen=True)
-class NormalizedBands(Mechanism):
-    """C⁻¹ of few bands whose columns of C have norm 1, and what σ is multiplied by in each epoch (nothing: 1)."""
+class ScaledEpochs(lc.BandInvMF):
+    """Normalised bands, and what σ is multiplied by in each epoch (nothing: 1)."""
 
-    coefficients: tuple[float, ...]
     epoch_scales: tuple[float, ...] = ()
     name: ClassVar[str] = "normalized-bands"
     title: ClassVar[str] = "normalised bands"
 
-    def recurrence(self, n: int) -> BandedInverse:
-        return BandedInverse((1.0, *self.coefficients))
-
-    def column_scales(self, n: int) -> Array:
-        return np.sqrt(np.cumsum(self.strategy(n) ** 2))[::-1].copy()
-
-
-def best_coefficients(bands: int, horizon: Horizon, epsilon: float, delta: float) -> tuple[float, ...]:
-    """Those of the least RMSE, judged by E W²: no privacy rests on the choice. C has no negative entries."""
-
-    def error(x: Array) -> float:
-        mechanism = NormalizedBands(tuple(map(float, x)))
-        column = mechanism.strategy(horizon.steps_per_epoch)
-        if column.min() < 0 or column[-1] > 1:
-            return math.inf
-        norm = error_norms(mechanism, horizon.steps, restart_every=horizon.steps_per_epoch)[0]
-        return norm * first_guess(mechanism, horizon, epsilon=epsilon, delta=delta)
-
-    start = {2: [-0.9], 3: [-0.34, -0.55], 4: [-0.42, -0.01, -0.45]}[bands]
-    found = minimize(error, start, method="Nelder-Mead", options={"xatol": 5e-4, "fatol": 1e-4, "maxiter": 150})
-    return tuple(float(f"{value:.5g}") for value in found.x)
+    @classmethod
+    def of(cls, tail: Sequence[float], epoch_scales: Sequence[float] = ()) -> ScaledEpochs:
+        """With the coefficients after the first."""
+        return cls(len(tail) + 1, (1.0, *tail), normalized=True, epoch_scales=tuple(epoch_scales))
 
 
 def weights_of_epochs(mechanism: Mechanism, horizon: Horizon) -> Array:
@@ -83,7 +57,7 @@ def weights_of_epochs(mechanism: Mechanism, horizon: Horizon) -> Array:
     return np.asarray(once + np.arange(k - 1, -1, -1) * left, dtype=np.float64)
 
 
-def rmse(mechanism: NormalizedBands, horizon: Horizon, sigma: float) -> float:
+def rmse(mechanism: ScaledEpochs, horizon: Horizon, sigma: float) -> float:
     """With its epochs' own σ."""
     scales = np.asarray(mechanism.epoch_scales or (1.0,))
     return sigma * math.sqrt(float((weights_of_epochs(mechanism, horizon) * scales**2).mean()))
@@ -127,7 +101,7 @@ def delta_of_epochs(pools: Sequence[Pool], way: OneWay, epsilon: float, *, cells
 
 
 def simulated_sigma(
-    mechanism: NormalizedBands, horizon: Horizon, epsilon: float, delta: float, *, start: float, samples: int = 6144
+    mechanism: ScaledEpochs, horizon: Horizon, epsilon: float, delta: float, *, start: float, samples: int = 6144
 ) -> tuple[float, float]:
     """σ at which δ(ε) of the simulated epochs is ``delta``, and its standard error. An estimate: no claim."""
     simulation = Simulation(mechanism, horizon.steps_per_epoch)
@@ -153,29 +127,27 @@ def simulated_sigma(
 
 def found(variant: str, *, examples: int, batch_size: int, epochs: int, epsilon: float, delta: float) -> dict[str, Any]:
     """The numbers of a variant's plan: coefficients, what σ is multiplied by in each epoch, σ, and who says so."""
-    horizon = _unplanned(examples=examples, batch_size=batch_size, epochs=epochs, delta=delta).horizon
+    sampling = lc.BallsInBins("fresh")
+    bands = lc.BandInvMF(BANDS[variant], normalized=True, amplified=True)
+    alike = lc.plan(
+        examples, batch_size, epochs=epochs, epsilon=epsilon, delta=delta, mechanism=bands, sampling=sampling
+    )
+    mechanism = ScaledEpochs.of([float(f"{value:.5g}") for value in alike.mechanism.to_dict()["coefficients"][1:]])
+    weights = weights_of_epochs(mechanism, alike.horizon)
+    scales = (weights / weights.mean()) ** -POWER
+    mechanism = replace(mechanism, epoch_scales=tuple(float(f"{scale:.5g}") for scale in scales))
     kept = set_aside(epsilon, delta)
     budget = epsilon - kept["epsilon"], delta - kept["delta"]  # of real numbers, as for any plan
-    mechanism = NormalizedBands(best_coefficients(BANDS[variant], horizon, *budget))
-    if variant in SIMULATED:
-        weights = weights_of_epochs(mechanism, horizon)
-        scales = (weights / weights.mean()) ** -POWER
-        guess = first_guess(mechanism, horizon, epsilon=budget[0], delta=budget[1]) * 1.01
-        mechanism = replace(mechanism, epoch_scales=tuple(float(f"{scale:.5g}") for scale in scales))
-        sigma, error = simulated_sigma(mechanism, horizon, *budget, start=guess)
-        by = f"simulated, ± {error * 100:.1g}%"
-    else:
-        sampling = lc.BallsInBins("fresh", examples=examples, steps_per_epoch=horizon.steps_per_epoch, epochs=epochs)
-        sigma, by = accountant_for(mechanism, sampling).sigma(*budget).sigma, "certified"
-    answer: dict[str, Any] = {"coefficients": mechanism.coefficients, "epoch_scales": mechanism.epoch_scales}
-    return answer | {"sigma": float(f"{sigma:.5g}"), "by": by}
+    sigma, error = simulated_sigma(mechanism, alike.horizon, *budget, start=alike.sigma)
+    answer = {"coefficients": mechanism.to_dict()["coefficients"][1:], "epoch_scales": mechanism.epoch_scales}
+    return answer | {"sigma": float(f"{sigma:.5g}"), "by": f"simulated, ± {error * 100:.1g}%"}
 
 
 def plan_of(request: dict[str, Any], numbers: dict[str, Any]) -> Plan:
     """A plan that claims nothing, as the library wants to see one before it trains."""
     asked = {name: request[name] for name in ("examples", "batch_size", "epochs", "delta")}
     base, epsilon = _unplanned(**asked), request["epsilon"]
-    mechanism = NormalizedBands(*(tuple(numbers[name]) for name in ("coefficients", "epoch_scales")))
+    mechanism = ScaledEpochs.of(numbers["coefficients"], numbers["epoch_scales"])
     certificate = Certificate(
         numbers["by"].partition(",")[0], "both", 0.0, epsilon, base.delta, "estimate",
         {"floating_point": set_aside(epsilon, base.delta)},

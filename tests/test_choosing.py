@@ -10,7 +10,7 @@ from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.choosing import SHRINKAGE, Choice, Setting, choose, choose_lambda, normalizing_pays, shrink
 from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms import BISR, BandInvMF, GammaBIFR, Horizon, LambdaCGD, Mechanism, error_norms, rmse
-from lambdacgd.sampling import BallsInBins
+from lambdacgd.sampling import BallsInBins, Bins
 from reproduce.sampled import Sampled
 from reproduce.simulated import estimate_sigma
 
@@ -197,17 +197,36 @@ def test_with_fresh_bins_it_is_better_than_every_start_over_one_epoch() -> None:
 def test_a_plan_asks_for_the_bins_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Setting] = []
 
-    def found(bands: int, where: Setting) -> tuple[float, ...]:
+    def found(mechanism: BandInvMF, where: Setting) -> BandInvMF:
         asked.append(where)
-        return (1.0, -0.5)
+        return BandInvMF(mechanism.bands, (1.0, -0.5))
 
-    monkeypatch.setattr(choosing, "_amplified_coefficients", found)
+    monkeypatch.setattr(choosing, "_amplified_bands", found)
     request = {"examples": 160, "batch_size": 20, "epochs": 3, "epsilon": 1.0, "delta": 1e-3}
     made = plan(mechanism=BandInvMF(2, amplified=True), sampling=BallsInBins("fresh"), **request)  # type: ignore[arg-type]
     assert [where.sampling for where in asked] == [made.sampling]
     assert made.selection is not None
     assert made.selection["objective"] == "amplified-rmse"
     assert made.restart_every == 8
+
+
+@pytest.mark.parametrize("bins", ["fresh", "fixed"])
+def test_normalised_bands_are_chosen_for_what_is_certified(bins: Bins) -> None:
+    """Better than plain ones and than two with fresh bins; with fixed ones the chain that dominates takes that back."""
+    request = {"examples": 2000, "batch_size": 40, "epochs": 4, "epsilon": 4.0, "delta": 1e-5}
+    request |= {"sampling": BallsInBins(bins)}
+    plans = [plan(mechanism=mechanism, **request) for mechanism in (  # type: ignore[arg-type]
+        BandInvMF(3, normalized=True, amplified=True), BandInvMF(3, amplified=True),
+        LambdaCGD(normalized=True, objective="amplified-rmse"),
+    )]  # fmt: skip
+    best = plans[0]
+    assert best.rmse < min(other.rmse for other in plans[1:]) * (1.0 if bins == "fresh" else 1.01)
+    assert best.mechanism.resolved
+    assert str(best.mechanism) == "BandInvMF p=3 normalised"
+    assert best.selection is not None
+    assert best.selection["parameter"] == "coefficients"
+    assert best.certificate.details["dominated_by"]["sigma_loss"] < (0.01 if bins == "fresh" else 0.04)
+    assert type(best).from_json(best.to_json()).mechanism == best.mechanism
 
 
 def test_bad_input_of_amplified_bands() -> None:

@@ -214,14 +214,16 @@ def test_the_training_page_runs(monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 def test_the_checkpoints_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    train, resume, _, release, read, earlier = blocks(ROOT / "docs" / "checkpoints.md", "python")
+    train, load, resume, _, release, read, earlier = blocks(ROOT / "docs" / "checkpoints.md", "python")
     known = a_small_task()
     known["plan"] = lc.plan(known["dataset"], 20, epochs=2, epsilon=2.0, delta=1e-4, mechanism=lc.LambdaCGD(0.6))
     known["build_model"] = lambda: a_small_task()["model"]
     exec(train.replace("        ...\n", STEP), known)
     assert known["private"].finished
     known["private"].detach()
-    exec(resume + release, known)
+    exec(load, known)
+    known["private"].detach()
+    exec(load.partition("# weights")[0] + resume + release, known)
     trained = known["model"].state_dict()
     exec(read, known)
     assert all(value.equal(trained[name]) for name, value in known["model"].state_dict().items())

@@ -328,16 +328,6 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path, sentence: str) -> None:
             SecretKey.load(path)
 
 
-def test_a_file_of_the_first_version_loads(tmp_path: Path) -> None:
-    path = tmp_path / "run.key"
-    path.write_bytes(b"lambdacgd secret key, version 1\n" + SECRET.hex().encode() + b"\n")
-    path.chmod(0o600)
-    key = SecretKey.load(path)
-    assert key == SecretKey.from_bytes(SECRET)
-    key.destroy()
-    assert not path.exists()
-
-
 def test_a_traceback_with_local_variables_holds_no_secret(tmp_path: Path) -> None:
     path = tmp_path / "run.key"
     SecretKey.from_bytes(SECRET).save(path)

@@ -26,18 +26,15 @@ def test_every_public_name_loads():
         _ = lc.nonsense
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
+def test_planning_does_not_import_torch():
+    asked = (
         "import lambdacgd",
         "import lambdacgd as lc; lc.plan(1000, 10, epochs=2, epsilon=1.0, delta=1e-5, sampling=lc.Cyclic())",
         "import lambdacgd.cli.app",
         "import lambdacgd.sampling, lambdacgd.accounting, lambdacgd.choosing, lambdacgd.keys",
-    ],
-)
-def test_planning_does_not_import_torch(code):
-    check = f"{code}\nimport sys; assert 'torch' not in sys.modules, 'torch was imported'"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    )
+    program = f"import sys\nfor code in {asked!r}:\n    exec(code); assert 'torch' not in sys.modules, code"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -61,35 +58,24 @@ for mechanism, sampling in {plans}:
     assert sum(len(batch) for batch in plan.sampling.batches(lc.SecretKey.from_bytes(bytes(32)))) > 100
 assert main(["plan", "--examples", "100", "--batch-size", "20", "--epochs", "2", "--epsilon", "2", "--delta", "1e-3",
              "--sampling", "cyclic", "--json"]) == 0
+assert main(["compare", "--examples", "100", "--batch-size", "20", "--epochs", "2", "--epsilon", "2", "--delta", "1e-3",
+             "--sampling", "cyclic", "--plot", "curves.png"]) == 2
 assert not {missing!r} & set(sys.modules)
 """
-PLANS = "(None, lc.Cyclic()), (lc.BLT(1), lc.Cyclic()), (lc.Identity(), lc.Poisson())"
-BINNED = (
-    ", (lc.LambdaCGD(0.5), None), (lc.LambdaCGD(0.5), lc.BallsInBins('fixed')), (lc.BSR(2), lc.BallsInBins('fixed'))"
-)
+PLANS = """[
+    (None, lc.Cyclic()), (lc.BLT(1), lc.Cyclic()), (lc.Identity(), lc.Poisson()), (lc.LambdaCGD(0.5), None),
+    (lc.LambdaCGD(0.5), lc.BallsInBins('fixed')), (lc.BSR(2), lc.BallsInBins('fixed')),
+]"""
 
 
-@pytest.mark.parametrize(
-    ("missing", "plans"),
-    [({"torch", "matplotlib"}, PLANS + BINNED), ({"fcntl", "matplotlib"}, PLANS + BINNED)],
-    ids=["without torch", "without fcntl"],
-)
-def test_planning_works_without(missing, plans, tmp_path):
-    """Windows has no fcntl; and torch is needed by training alone."""
-    code = BLOCKED.format(missing=missing, plans=f"[{plans}]")
+def test_planning_works_without_what_it_does_not_need(tmp_path):
+    """Windows has no fcntl, torch is needed by training alone, and matplotlib by plots, which are refused in a line."""
+    code = BLOCKED.format(missing={"torch", "fcntl", "matplotlib"}, plans=PLANS)
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, check=False, env=os.environ | {"LAMBDACGD_CACHE": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-
-
-def test_without_matplotlib_a_plot_is_refused_in_a_sentence(tmp_path):
-    code = "import sys; sys.modules['matplotlib'] = None\nfrom lambdacgd.cli import main\nsys.exit(main(sys.argv[1:]))"
-    asked = ["compare", "--examples", "100", "--batch-size", "20", "--epochs", "2", "--epsilon", "2", "--delta", "1e-3"]
-    asked += ["--sampling", "cyclic", "--plot", str(tmp_path / "curves.png")]
-    done = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("lambdacgd: matplotlib")
     assert "pip install '.[plots]'" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lambdacgd import torch_private
+from lambdacgd.clipping.backward import holders
 
 PACKAGE = Path(torch_private.__file__).parent
 PRIVATE = re.compile(
@@ -25,10 +26,12 @@ SEEN_IN = "2.11 to 2.13"
 KNOWN = [
     "torch.Tensor._backward_hooks",
     "torch.Tensor._version",
+    "torch.UntypedStorage._cdata",
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C._FunctionBase.apply",
     "torch._C._are_functorch_transforms_active",
     "torch._C._current_graph_task_id",
+    "torch._C._storage_Use_Count",
     "torch._C._will_engine_execute_node",
     "torch._VF",
     "torch._cudnn_rnn_flatten_weight",
@@ -108,6 +111,10 @@ def test_the_functions_answer_what_their_names_say() -> None:
     assert torch_private.version(tensor) == before + 1
     assert list(torch_private.repeated_padding(layer)) == [1, 1, 1, 1]
     assert torch_private.backward_task() == -1
+    alone = torch.zeros(3)
+    assert holders(alone) == 1
+    others = alone.detach(), alone.view(1, 3), alone.numpy()
+    assert holders(alone) == 1 + len(others)
     assert not torch_private.functorch_is_active()
     assert not torch_private.recurrent_weights_have_changed(nn.LSTM(2, 2))
     assert torch_private.recurrent_weight_names(nn.GRU(2, 2))[0] == "weight_ih_l0"

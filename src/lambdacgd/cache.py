@@ -51,15 +51,10 @@ def folder() -> Path | None:
 
 
 def cached(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
-    """Answer a question from disk if it was asked before, and by computing it otherwise.
+    """Answer a question from disk if it was asked before, and by ``compute()`` otherwise.
 
-    Args:
-        kind: A word for the question, which begins the file's name.
-        question: All that the answer depends on besides this package's code; JSON-serialisable.
-        compute: Computes the answer, which must be JSON-serialisable.
-
-    Returns:
-        The answer, as ``compute()`` returned it now or before.
+    ``question`` is all that the answer depends on besides this package's code; both are plain data. ``kind`` is a word
+    for it, which begins the file's name.
 
     Guarantee
     ---------

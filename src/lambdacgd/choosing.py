@@ -207,8 +207,7 @@ def choose(mechanism: Mechanism, setting: Setting) -> tuple[Mechanism, dict[str,
         selection = {"objective": "amplified-rmse", "because": because}
         if isinstance(mechanism, BLT):
             return _amplified_blt(mechanism.normalized, setting), {"parameter": "decays and weights"} | selection
-        coefficients = _amplified_coefficients(mechanism.bands, setting)
-        return BandInvMF(mechanism.bands, coefficients), {"parameter": "coefficients"} | selection
+        return _amplified_bands(mechanism, setting), {"parameter": "coefficients"} | selection
     return mechanism, None
 
 
@@ -437,23 +436,27 @@ def _amplified_blt(normalized: bool, setting: Setting) -> BLT:
     return made(*cache.cached("amplified-blt", {"normalized": normalized} | setting.question, compute))
 
 
-def _amplified_coefficients(bands: int, setting: Setting) -> tuple[float, ...]:
-    """Coefficients of BandInvMF that minimise (1/√n)‖AC⁻¹‖_F·σ with σ under Balls-in-Bins.
+def _amplified_bands(mechanism: BandInvMF, setting: Setting) -> BandInvMF:
+    """BandInvMF whose coefficients minimise (1/√n)‖AC⁻¹‖_F·σ with σ under Balls-in-Bins.
 
     Those after the first are searched among negative ones, −e^θ: then C = 1/(1 − Σ|a_j|x^j) ≥ 0, for which
     Balls-in-Bins accounting is tight. The search starts at the best of γ-BIFR, BISR and the optimum without
     amplification, each also with its correlation reduced. σ is that of a closed form.
     """
-    integer("bands", bands, minimum=2, maximum=min(MOST_BANDS, setting.sampling.block.steps))
+    bands = integer("bands", mechanism.bands, minimum=2, maximum=min(MOST_BANDS, setting.sampling.block.steps))
+
+    def made(coefficients: tuple[float, ...]) -> BandInvMF:
+        return replace(mechanism, coefficients=coefficients, amplified=False)
 
     def compute() -> list[float]:
         with progress(f"optimising {bands} bands for ε = {setting.epsilon:g}", _EVALUATIONS * (bands - 1)) as tick:
-            return _optimise(bands, AmplifiedError(setting, tick))
+            return _optimise(bands, made, AmplifiedError(setting, tick))
 
-    return tuple(cache.cached("amplified-bandinvmf", {"bands": bands} | setting.question, compute))
+    question = {"bands": bands, "normalized": mechanism.normalized} | setting.question
+    return made(tuple(cache.cached("amplified-bandinvmf", question, compute)))
 
 
-def _optimise(bands: int, search: AmplifiedError) -> list[float]:
+def _optimise(bands: int, made: Callable[[tuple[float, ...]], BandInvMF], search: AmplifiedError) -> list[float]:
     block = search.setting.sampling.block  # the stretch that noise is correlated over
 
     def coefficients(logs: NDArray[np.float64]) -> tuple[float, ...]:
@@ -462,7 +465,7 @@ def _optimise(bands: int, search: AmplifiedError) -> list[float]:
     def error(logs: NDArray[np.float64]) -> float:
         if np.exp(logs).sum() >= 1.0:  # C would grow without bound
             return 1e300
-        return search.guess(BandInvMF(bands, coefficients=coefficients(logs)))
+        return search.guess(made(coefficients(logs)))
 
     gamma = _best(GammaBIFR(bands), "gamma", "amplified-rmse", search.setting).value
     starts = [GammaBIFR(bands, gamma), BISR(bands), BandInvMF(bands).resolve(block)]

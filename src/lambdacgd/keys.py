@@ -28,10 +28,8 @@ from lambdacgd.errors import KeyFileError
 from lambdacgd.files import sync_folder, write_new
 from lambdacgd.ledger import Ledger
 
-# A key file: the header, the secret in hexadecimal, and the fingerprint, by which damage is noticed. Files of version 1
-# end after the secret.
+# A key file: the header, the secret in hexadecimal, and the fingerprint, by which damage is noticed.
 _HEADER = b"lambdacgd secret key, version 2\n"
-_OLD_HEADER = b"lambdacgd secret key, version 1\n"
 _CHECK = b"fingerprint "
 _DIGITS = b"0123456789abcdef"
 _BYTES = 32
@@ -237,7 +235,7 @@ class SecretKey:
         """Read a key file.
 
         Args:
-            path: A file that ``save`` wrote, of this version of the library or an earlier one.
+            path: A file that ``save`` wrote.
 
         Returns:
             The key.
@@ -355,8 +353,6 @@ def _decode(content: memoryview) -> _Buffer | None:
     secret = _Buffer(_BYTES)
     for index in range(_BYTES):
         secret[index] = 16 * digits[2 * index] + digits[2 * index + 1]
-    if content[:start] == _OLD_HEADER and content[end:] == b"\n":
-        return secret
     check = b"\n" + _CHECK + SecretKey._make(secret).fingerprint().encode() + b"\n"
     if content[:start] == _HEADER and content[end:] == check:
         return secret

@@ -261,10 +261,9 @@ class _Contents:
         remembered = _remembered(run_id)
         if remembered is not None and remembered not in self._checks.get(run_id, ()):
             raise LedgerError(
-                f"{self.path} lacks the newest record of run {run_id} that was written on this machine: lines were cut "
-                f"off, or this is an older copy, and the run went on in another, with the same noise. Use the newest "
-                f"ledger and checkpoint; or, if all that was released since is destroyed with all copies, call "
-                f"ledger.declare_destroyed({run_id!r}, step)"
+                f"{self.path} lacks the newest record of run {run_id} on this machine: lines were cut off, or "
+                f"this is an older copy, and the run went on in another. Use the newest ledger and checkpoint; or, if "
+                f"all releases since are destroyed, with copies, call ledger.declare_destroyed({run_id!r}, step)"
             )
 
     def read(self, file: Any) -> None:

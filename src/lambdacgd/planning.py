@@ -8,6 +8,7 @@ import html
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -174,26 +175,22 @@ class Plan:
             changed = "The parts of this plan do not belong together: it was changed after it was made. Make a new one."
             raise InvalidInput("plan", changed)
 
-    def __str__(self) -> str:
-        """Three short lines; ``repr`` is a table, and ``to_json()`` holds everything.
+    def __repr__(self) -> str:
+        """A small table, which fits a terminal of 80 columns; ``to_json()`` holds everything.
 
         >>> import lambdacgd as lc
         >>> strong = lc.LambdaCGD(0.9)
         >>> print(lc.plan(1000, 50, epochs=2, epsilon=2.0, delta=1e-5, mechanism=strong, sampling=lc.Cyclic()))
-        λCGD λ=0.9, cyclic:
-        ε = 2, δ = 1e-05, σ = 6.8297, RMSE 7.466 (analytic),
-        2 epochs × 20 steps of about 50 of 1000 examples
+        Plan
+          privacy      ε = 2, δ = 1e-05, zero-out of one example
+          mechanism    λCGD λ=0.9
+          sampling     cyclic
+          steps        40: 2 epochs of 20
+          examples     1000, about 50 a step
+          noise        σ = 6.82969, relative to the clipping norm
+          error        RMSE 7.466, MaxSE 8.052 of the sum of gradients
+          certificate  analytic
         """
-        return (
-            f"{self.mechanism}, {self.sampling.kind}:\n"
-            f"ε = {at_least(self.epsilon)}, δ = {at_least(self.delta)}, σ = {self.sigma:.5g}, "
-            f"RMSE {self.rmse:.4g} ({self._certified_by}),\n"
-            f"{counted(self.epochs, 'epoch')} × {counted(self.steps_per_epoch, 'step')} of about "
-            f"{self.described_batch_size} of {self.examples} examples"
-        )
-
-    def __repr__(self) -> str:
-        """A small table, which fits a terminal of 80 columns."""
         rows = self.rows()
         width = max(len(name) for name, _ in rows)
         return "\n".join(["Plan", *(f"  {name:<{width}}  {value}" for name, value in rows)])
@@ -314,6 +311,7 @@ class Plan:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {brief(error)}"
             raise InvalidInput("plan", f"The file is not a whole plan ({why}). Make a new plan instead.") from None
+        _warn_of_large_delta(plan)
         return plan
 
 
@@ -371,6 +369,9 @@ def plan(
         InvalidInput: an argument cannot be used, or a mechanism has no accountant under this sampling.
         AccountingError: no accountant can answer for these numbers.
 
+    Warns:
+        UserWarning: δ is above 1/N, which allows publishing an example outright.
+
     Examples:
         >>> import lambdacgd as lc
         >>> lc.plan(50_000, 128, epochs=10, epsilon=8.0, delta=1e-5,
@@ -427,7 +428,7 @@ def plan(
     aside = {"floating_point": set_aside(epsilon, delta)} if math.isfinite(epsilon) else {}
     details = calibration.certificate.details | aside
     certificate = replace(calibration.certificate, epsilon=epsilon, delta=delta, details=details)
-    return Plan(
+    made = Plan(
         mechanism=resolved,
         sampling=bound,
         epsilon=epsilon,
@@ -441,6 +442,15 @@ def plan(
         selection=selection,
         workload=workload,
     )
+    _warn_of_large_delta(made)
+    return made
+
+
+def _warn_of_large_delta(plan: Plan) -> None:
+    """Where a plan comes from, ``lc.plan`` or a file: training says nothing of it again."""
+    if plan.delta * plan.examples > 1 and math.isfinite(plan.epsilon):
+        high = f"δ = {plan.delta:g} is above 1/N = {1 / plan.examples:.2g}"
+        warnings.warn(f"{high}: it allows publishing an example outright. Plan with a smaller one", stacklevel=3)
 
 
 @contextlib.contextmanager

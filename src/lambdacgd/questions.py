@@ -10,6 +10,7 @@ from typing import Any
 from lambdacgd.accounting import Accountant, accountant_for
 from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, progress
 from lambdacgd.accounting.poisson import PoissonSampled
+from lambdacgd.choosing import MOST_BANDS
 from lambdacgd.errors import AccountingError, InvalidInput, integer, number
 from lambdacgd.mechanisms import (
     BISR,
@@ -190,6 +191,12 @@ def compare(
     return plans
 
 
+def _amplified(bands: int, *, normalized: bool) -> list[Mechanism]:
+    """Those whose coefficients are chosen for the amplified RMSE, as far as there are some to choose."""
+    buffer = BLT(1, normalized=normalized, amplified=True)
+    return [BandInvMF(bands, normalized=normalized, amplified=True), buffer] if 2 <= bands <= MOST_BANDS else [buffer]
+
+
 def _rows(sampling: Sampling | None, *, bands: int, buffers: int) -> list[tuple[Mechanism, Sampling]]:
     """What ``compare`` sets side by side."""
     banded: tuple[Mechanism, Sampling] = (BandMF("auto"), sampling if isinstance(sampling, Poisson) else Poisson())
@@ -205,7 +212,7 @@ def _rows(sampling: Sampling | None, *, bands: int, buffers: int) -> list[tuple[
         BISR(bands),
         BandInvMF(bands),
         BLT(buffers),
-        *([BLT(1, normalized=shown.bins == "fresh", amplified=True)] if isinstance(shown, BallsInBins) else []),
+        *(_amplified(bands, normalized=shown.bins == "fresh") if isinstance(shown, BallsInBins) else []),
         BSR(bands),
         BandMF(bands),
     ]

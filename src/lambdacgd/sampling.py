@@ -167,9 +167,7 @@ class BallsInBins(Sampling):
         bins: "fresh" redraws the bins in every epoch (example e sits in bin ``prf(key, epoch, e) mod b``), and the
             noise restarts at each epoch's first step, so ``restart_every`` is b. "fixed" draws them once, as in the
             paper: example e sits in bin ``prf(key, e) mod b`` in every epoch.
-        examples: N; see ``Sampling``, as for the other two.
-        steps_per_epoch: b.
-        epochs: k.
+        examples: N; this, ``steps_per_epoch`` and ``epochs`` are as for ``Sampling``.
 
     Raises:
         InvalidInput: ``bins`` is neither, a number cannot be used, or there are more bins than examples.
@@ -310,9 +308,7 @@ class Poisson(Sampling):
 
     Args:
         groups: p, at most b. Not given (0), ``lc.plan`` takes as many as C has bands, and without a plan it is 1.
-        examples: N; see ``Sampling``, as for the other two.
-        steps_per_epoch: b.
-        epochs: k.
+        examples: N; this, ``steps_per_epoch`` and ``epochs`` are as for ``Sampling``.
 
     Raises:
         InvalidInput: a number cannot be used, or there are more groups than steps in an epoch.
@@ -412,9 +408,7 @@ class Cyclic(Sampling):
 
     Args:
         batch_size: B, the size of every batch; 0 takes the batch size that the plan is asked for.
-        examples: N; see ``Sampling``, as for the other two.
-        steps_per_epoch: b.
-        epochs: k.
+        examples: N; this, ``steps_per_epoch`` and ``epochs`` are as for ``Sampling``.
 
     Raises:
         InvalidInput: a number cannot be used, or b batches of B take more than N examples.
@@ -454,16 +448,9 @@ SAMPLINGS: dict[str, type[Sampling]] = {cls.name: cls for cls in (BallsInBins, P
 
 
 def sampling_from_dict(data: dict[str, Any]) -> Sampling:
-    """Make the bound sampling that ``to_dict`` described.
+    """Make the bound sampling that ``to_dict`` described, or refuse what does not describe one.
 
-    Args:
-        data: the name and the fields. Balls-in-Bins without ``bins`` are fixed ones, as they once all were.
-
-    Returns:
-        The sampling.
-
-    Raises:
-        InvalidInput: the name or a field is not known, a number cannot be used, or those that bind it are missing.
+    Balls-in-Bins without ``bins`` are fixed ones, as they once all were.
     """
     given = dict(data)
     name = given.pop("name", None)

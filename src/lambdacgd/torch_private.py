@@ -29,6 +29,12 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 
+#: ``view`` of a tensor that nobody else has: what comes is no view to autograd, so it may be written in place.
+unsafe_view = torch.ops.aten._unsafe_view.default
+
+#: Views of one flat tensor with the shapes of some tensors.
+unflatten: Callable[[Tensor, list[Tensor]], list[Tensor]] = torch._C._nn.unflatten_dense_tensors
+
 # Base classes of layers, so that subclasses of users and of torch are recognised.
 AnyBatchNorm = nn.modules.batchnorm._BatchNorm
 AnyDropout = nn.modules.dropout._DropoutNd
@@ -54,6 +60,11 @@ backward_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 #: This process's shard of a ``DTensor``, without ``to_local``'s autograd node.
 local_tensor: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+
+
+#: How many tensors, arrays and others hold a storage, which its handle names.
+storage_handle: Callable[[Any], int] = attrgetter("_cdata")
+storage_holders: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 def dtensor_like(shard: Tensor, like: Tensor) -> DTensor:

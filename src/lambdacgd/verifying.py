@@ -54,6 +54,8 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
         raise InvalidInput("source", f"{path} is no plan file and no privacy card: its format is {shown(kind, 40)}.")
     try:
         runs = [(float(run["epsilon"]), float(run["delta"])) for run in (*data["earlier_runs"], data["this_run"])]
+        if not all(epsilon >= 0 and 0 <= delta <= 1 for epsilon, delta in runs):
+            raise ValueError("an ε is negative, or a δ not in [0, 1]")
         stated, sigma = (float(data["epsilon"]), float(data["delta"])), float(data["sigma"])
         sentence = re.match(r"\(([\d.e+-]+), ([\d.e+-]+)\)-differentially private", data["claim"])
         mechanism, sampling = mechanism_from_dict(data["mechanism"]), sampling_from_dict(data["sampling"])

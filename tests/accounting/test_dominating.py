@@ -131,7 +131,9 @@ def test_more_sites_of_several_bins() -> None:
 
 
 OTHERS = [lc.BISR(4), lc.BandInvMF(4), lc.BLT(2), lc.BSR(8), lc.BandMF(6), lc.GammaBIFR(3, 0.7), lc.Diagonal(),
-          lc.BLT(2, normalized=True), lc.BandInvMF(3, coefficients=(1.0, 0.4, -0.3))]  # fmt: skip
+          lc.BLT(2, normalized=True), lc.BandInvMF(3, coefficients=(1.0, 0.4, -0.3)),
+          lc.BandInvMF(4, normalized=True), lc.BandInvMF(3, coefficients=(1.0, -0.2, -0.7), normalized=True),
+          lc.BandInvMF(3, coefficients=(1.0, 0.4, -0.3), normalized=True)]  # fmt: skip
 
 
 def splits(difference: Array) -> bool:

@@ -15,7 +15,9 @@ from torch.utils.data import TensorDataset
 
 import lambdacgd as lc
 from lambdacgd import cache, cli
+from lambdacgd.accounting.certificate import set_aside
 from lambdacgd.planning import _digest
+from lambdacgd.training.step import check_plan
 from lambdacgd.verifying import verify
 
 
@@ -43,6 +45,16 @@ def test_a_plan_is_certified_again(bins: str, tmp_path: Path) -> None:
     assert (result.kind, result.method, result.confidence) == ("bound", plan.certificate.method, 1.0)
 
 
+def test_chosen_normalised_bands_are_certified_again(tmp_path: Path) -> None:
+    """From a file: their coefficients are in it. With less noise they are refused."""
+    bands = lc.BandInvMF(3, normalized=True, amplified=True)
+    plan = lc.plan(400, 20, epochs=2, epsilon=4.0, delta=1e-4, mechanism=bands)
+    plan.save(tmp_path / "plan.json")
+    assert verify(tmp_path / "plan.json").method == "transfer-matrix-composed"
+    with pytest.raises(lc.InvalidInput, match="This plan is false"):
+        verify(edited(tmp_path, plan, sigma=plan.sigma * 0.98, rmse=plan.rmse * 0.98, maxse=plan.maxse * 0.98))
+
+
 @pytest.mark.parametrize("bins", ["fixed", "fresh"])
 @pytest.mark.parametrize("share", [0.1, 0.98])
 def test_an_edited_plan_with_its_digest_recomputed_is_refused(bins: str, share: float, tmp_path: Path) -> None:
@@ -55,8 +67,10 @@ def test_an_edited_plan_with_its_digest_recomputed_is_refused(bins: str, share: 
 
 def test_a_smaller_epsilon_than_was_certified_is_refused(tmp_path: Path) -> None:
     plan = plan_of()
-    certificate = plan.certificate.to_dict() | {"epsilon": 1.0}
+    details = plan.certificate.details | {"floating_point": set_aside(1.0, plan.delta)}
+    certificate = plan.certificate.to_dict() | {"epsilon": 1.0, "details": details}
     path = edited(tmp_path, plan, epsilon=1.0, certificate=certificate)
+    check_plan(lc.Plan.load(path))  # nothing in the file betrays it
     with pytest.raises(lc.InvalidInput, match="This plan is false: it claims ε = 1 at"):
         verify(path)
 
@@ -137,6 +151,16 @@ def test_an_edited_card_is_refused(release: Path) -> None:
 def test_a_card_that_claims_less_than_its_runs_is_refused(release: Path, changes: dict[str, Any]) -> None:
     edit_card(release, **changes)
     with pytest.raises(lc.InvalidInput, match="its runs add up to"):
+        verify(release)
+
+
+@pytest.mark.parametrize("run", [(-1.0, 0.0), (0.0, -1e-5)])
+def test_an_earlier_run_takes_nothing_off(release: Path, run: tuple[float, float]) -> None:
+    """A card with an earlier run of ε = −1 was verified as one of ε = 1, where this run alone costs 2."""
+    epsilon, delta = (own + less for own, less in zip((2.0, 1e-4), run, strict=True))
+    claim = f"({epsilon:g}, {delta:g})-differentially private"
+    edit_card(release, epsilon=epsilon, delta=delta, claim=claim, earlier_runs=[{"epsilon": run[0], "delta": run[1]}])
+    with pytest.raises(lc.InvalidInput, match="not a whole privacy card"):
         verify(release)
 
 

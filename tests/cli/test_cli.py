@@ -74,8 +74,9 @@ def test_infinite_epsilon_is_loud(capsys):
 
 
 def test_a_large_delta_is_remarked_on(capsys):
-    assert main(["plan", *CYCLIC, "--delta", "0.001", "--lambda", "0.9"]) == 0
-    assert "above 1/N" in capsys.readouterr().out
+    for as_json in ([], ["--json"]):
+        assert main(["plan", *CYCLIC, "--delta", "0.001", "--lambda", "0.9", *as_json]) == 0
+        assert "above 1/N" in capsys.readouterr().err
 
 
 def test_compare_lists_every_mechanism(capsys, tmp_path):

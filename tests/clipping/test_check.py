@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -174,6 +175,26 @@ def test_padding_and_a_mean_over_tokens(within: bool) -> None:
         else:
             with pytest.raises(ClippingError, match="tokens"):
                 check()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("within", [True, False])
+def test_a_collate_fn_that_sorts_by_length(within: bool, dropout: float) -> None:
+    """As packed sequences ask for: an example has another row where lengths are exchanged."""
+    items = [torch.randint(1, 9, (n,)) for n in (2, 7, 4, 3, 5)]
+    model = Tagger()
+    model.last = nn.Sequential(nn.Dropout(dropout), model.last)  # type: ignore[assignment]
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        values, used = model(ids).square().sum(2), (ids > 0).float()
+        return ((values * used).sum(1) / used.sum(1)).mean() if within else (values * used).sum() / used.sum()
+
+    def collate(items: list[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence(sorted(items, key=lambda x: -len(x)), batch_first=True)
+
+    with contextlib.nullcontext() if within else pytest.raises(ClippingError, match="tokens"):
+        attach(model).check_loss(loss, items, collate)
+    assert model.training
 
 
 def test_padding_that_every_batch_of_several_has() -> None:

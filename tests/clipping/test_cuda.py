@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from lambdacgd.clipping import attach, convert, gpu
 from lambdacgd.clipping.backward import outer
-from lambdacgd.clipping.layers.linear import pad_to_fit
 from reproduce.bench_models import CNN, ViT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -72,7 +71,7 @@ def test_gradients_of_convolutions_agree_with_autograd(
     weight = torch.randn(outward, inner, *kernel, device="cuda").double()
     response = torch.randn_like(F.conv2d(x.double(), weight, None, stride, padding, dilation)).to(dtype)
     geometry = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
-    found = gpu.patch_gradients(pad_to_fit(x, geometry, tuple(response.shape[2:])), response, geometry)
+    found = gpu.patch_gradients(x, response, geometry)
     assert found is not None
     for i in range(examples):
         truth = torch.nn.grad.conv2d_weight(
@@ -115,6 +114,25 @@ def test_weighted_sums_leave_out_what_is_not_kept(examples: int, size: int, fres
     assert gpu.weighted_sum(total, gradients, factor, keep, fresh=fresh)
     wanted = (factor[keep, None].double() * gradients[keep].double()).sum(0) + (0 if fresh else before)
     torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_weighted_sums_of_many_layers_are_those_of_each(fresh: bool, masked: bool) -> None:
+    keep = torch.rand(37, device="cuda") < 0.7
+    layers = [torch.randn(37, size, device="cuda") for size in (1, 128, 9217)]
+    factors = [torch.rand(37, device="cuda").masked_fill(~keep, 0.0) for _ in layers]
+    if masked:
+        for gradients in layers:
+            gradients[~keep] = float("nan")
+    totals = [torch.randn_like(gradients[0]) for gradients in layers]
+    alone = [total.clone() for total in totals]
+    chosen = keep if masked else None
+    assert all(map(gpu.may_sum_together, totals, layers, factors))
+    gpu.weighted_sums(list(zip(totals, layers, factors, strict=True)), chosen, fresh=fresh)
+    for total, gradients, factor in zip(alone, layers, factors, strict=True):
+        assert gpu.weighted_sum(total, gradients, factor, chosen, fresh=fresh)
+    torch.testing.assert_close(totals, alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -25,11 +25,14 @@ class Patches:
 
     def launch(
         self, image: Tensor, response: Tensor, out: Tensor, squares: Tensor, channels: int, positions: int, width: int,
-        columns: int, channel: int, row: int, stride_y: int, stride_x: int, dilation_y: int, dilation_x: int, *,
-        KERNEL: int, KERNEL_X: int, **tiles: int,
+        columns: int, rows: int, across: int, stride_y: int, stride_x: int, dilation_y: int, dilation_x: int,
+        padding_y: int, padding_x: int, *, KERNEL: int, KERNEL_X: int, **tiles: int,
     ) -> None:  # fmt: skip
         self.launches += 1
         examples, inner, height = len(out), columns // KERNEL, positions // width
+        whole = image.as_strided((examples, inner, rows, across), (inner * rows * across, rows * across, across, 1))
+        image = F.pad(whole, 2 * (padding_x + across,) + 2 * (padding_y + rows,))[:, :, rows:, across:].contiguous()
+        channel, row = image.shape[2] * image.shape[3], image.shape[3]
         sizes = (examples, inner, KERNEL // KERNEL_X, KERNEL_X, height, width)
         steps = (inner * channel, channel, dilation_y * row, dilation_x, stride_y * row, stride_x)
         patches = image.as_strided(sizes, steps).reshape(examples, columns, positions)
@@ -115,7 +118,7 @@ def test_what_kernels_write_is_float32_whatever_the_default(monkeypatch: pytest.
     monkeypatch.setattr(gpu.bounds, "tf32_in_use", lambda device: True)
     monkeypatch.setattr(gpu, "may_use_tables", lambda: True)
     monkeypatch.setattr(gpu, "_table", lambda values, device: torch.tensor(values))
-    x, geometry = torch.randn(2, 3, 4, 4), {"kernel": (2, 2), "stride": (1, 1), "dilation": (1, 1)}
+    x, geometry = torch.randn(2, 3, 4, 4), {"kernel": (2, 2), "stride": (1, 1), "dilation": (1, 1), "padding": (0, 0)}
     tokens, some = x.flatten(2), torch.ones(2, 3)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -136,4 +139,4 @@ def test_what_kernels_write_is_float32_whatever_the_default(monkeypatch: pytest.
 def test_tokens_too_far_apart_for_an_index_share_no_launch(tokens: int, fits: bool) -> None:
     """[T, B, …] as a recurrence leaves it: the tokens of an example are B · gates numbers apart."""
     b = torch.empty(tokens, 1 << 10, 1 << 10, dtype=torch.bfloat16, device="meta").transpose(0, 1)
-    assert gpu._fits(b[..., :8], b) == fits
+    assert (gpu._kind_of(b[..., :8], b) is not None) == fits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -279,6 +280,9 @@ KEPT: dict[str, tuple[Callable[[Any, Tensor], object], Callable[[Any], Tensor]]]
     "list that the loop empties": (lambda m, loss: m.losses.append(loss), lambda m: m.losses.pop()),
     "list in a dictionary": (lambda m, loss: m.lists["balance"].append(loss), lambda m: m.lists["balance"].pop()),
     "object": (lambda m, loss: setattr(m.record, "balance", loss), lambda m: m.record.balance),
+    "queue": (lambda m, loss: m.queue.append(loss), lambda m: m.queue[-1]),
+    "set": (lambda m, loss: setattr(m, "kept", {loss}), lambda m: next(iter(m.kept))),
+    "deep": (lambda m, loss: setattr(m, "kept", {"a": {"b": [loss]}}), lambda m: m.kept["a"]["b"][0]),
 }
 
 
@@ -294,7 +298,7 @@ def test_losses_that_modules_keep(where: str, mixes: bool) -> None:
         return m.last(gates)  # type: ignore[no-any-return]
 
     model: Any = Net(run)
-    model.losses, model.lists, model.record = [], {"balance": []}, SimpleNamespace()
+    model.losses, model.lists, model.record, model.queue = [], {"balance": []}, SimpleNamespace(), deque(maxlen=2)
     clipper = attach(model)
     for count in (6, 8):
         loss = model(torch.randn(count, 4)).square().sum(1).mean()

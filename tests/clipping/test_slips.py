@@ -353,6 +353,24 @@ def test_a_sum_that_failed_half_way_is_forgotten(monkeypatch: pytest.MonkeyPatch
     assert total_norm(clipper.take()) <= 1e-3 * (1 + clipper.sensitivity_tolerance)
 
 
+def test_sums_that_do_not_stand_are_formed_again_by_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the layers' records are kept; no longer than to the next forward pass."""
+    model, x = mlp(), torch.randn(3, 4)
+    clipper = attach(model, 1.0)
+    step(model, x[1:])
+    wanted = {name: total.clone() for name, total in clipper.take().items()}
+    ways: list[Callable[[], object]] = [clipper.settle, clipper.take, lambda: clipper.sums, lambda: model(x)]
+    for ask in ways:
+        rows = model(x).square().sum(1)
+        (rows * torch.tensor([float("nan"), 1.0, 1.0])).mean().backward()
+        assert clipper._hoped is not None
+        found = ask()
+        assert clipper._hoped is None
+        for name, total in (found if isinstance(found, dict) else clipper.sums).items():
+            torch.testing.assert_close(total, wanted[name])
+        clipper.zero()
+
+
 # --- models that change while attached --------------------------------------------------------------------------------
 
 

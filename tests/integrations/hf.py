@@ -61,26 +61,28 @@ def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def make_model(kind: str, *, lora: bool = False, dropout: float = 0.0) -> Any:
+def make_model(kind: str, *, lora: bool = False, dropout: float = 0.0, layers: int = 1) -> Any:
+    """One layer, unless a test is about what layers do together: looking at a model takes most of a test's time."""
     torch.manual_seed(SEED)
     if kind == "bert":
         model: Any = BertForSequenceClassification(
             BertConfig(
-                vocab_size=VOCABULARY, hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
-                hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, max_position_embeddings=16,
+                vocab_size=VOCABULARY, hidden_size=12, intermediate_size=16, num_hidden_layers=layers,
+                num_attention_heads=2, max_position_embeddings=16, hidden_dropout_prob=dropout,
+                attention_probs_dropout_prob=dropout,
             )
         )  # fmt: skip
     elif kind == "gpt2":
         model = GPT2LMHeadModel(
             GPT2Config(
-                vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=2, n_head=2, resid_pdrop=dropout,
+                vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=layers, n_head=2, resid_pdrop=dropout,
                 embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=1, eos_token_id=1,
             )
         )  # fmt: skip
     else:
         model = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=VOCABULARY, hidden_size=12, intermediate_size=16, num_hidden_layers=2,
+                vocab_size=VOCABULARY, hidden_size=12, intermediate_size=16, num_hidden_layers=layers,
                 num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
             )
         )  # fmt: skip

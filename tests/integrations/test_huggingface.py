@@ -25,12 +25,13 @@ KEY = bytes(range(32))
 def test_the_trainer_equals_the_loop_by_hand(kind, lora, tmp_path):
     """Same key, run and initial weights; other physical batches; a loss written out example by example."""
     key = lc.SecretKey.from_bytes(KEY)
-    trainer = hf.make_trainer(kind, tmp_path / "out", lora=lora, key=key)
+    model = hf.make_model(kind, lora=lora, layers=2)
+    trainer = hf.make_trainer(kind, tmp_path / "out", model=model, key=key)
     start = hf.weights(trainer.model)
     hf.fix_id(trainer, "one")
     result = trainer.train()
     assert result.global_step == trainer.plan.steps == trainer.private.steps_taken
-    twin = hf.make_model(kind, lora=lora)
+    twin = hf.make_model(kind, lora=lora, layers=2)
     hf.assert_same(start, hf.weights(twin))
     hf.train_by_hand(twin, kind, trainer.plan, key, "one")
     hf.assert_same(hf.weights(trainer.model), hf.weights(twin), tolerance=2e-5)
@@ -56,7 +57,7 @@ def test_gradients_of_other_adapters_are_exact(name):
     """Against one example at a time, by autograd."""
     import peft
 
-    model = peft.get_peft_model(hf.make_model("llama"), ADAPTERS[name](peft))
+    model = peft.get_peft_model(hf.make_model("llama", layers=2), ADAPTERS[name](peft))
     data = hf.Sentences(False)
 
     def loss(model, batch):

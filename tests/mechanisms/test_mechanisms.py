@@ -52,7 +52,11 @@ def mechanisms_and_horizons(draw):
                 BSR(bands),
                 BSR(bands, momentum=draw(st.floats(0, 0.95)), decay=draw(st.floats(0.5, 1))),
                 GammaBIFR(bands, draw(fractions)),
-                BandInvMF(bands, (1.0, *draw(st.lists(st.floats(-0.9, 0.3), min_size=bands - 1, max_size=bands - 1)))),
+                BandInvMF(
+                    bands,
+                    (1.0, *draw(st.lists(st.floats(-0.9, 0.3), min_size=bands - 1, max_size=bands - 1))),
+                    normalized=draw(st.booleans()),
+                ),
                 BandMF(bands, (1.0, *draw(st.lists(st.floats(0, 0.9), min_size=bands - 1, max_size=bands - 1)))),
                 BLT(2, (draw(st.floats(0.5, 0.99)), draw(st.floats(0.05, 0.45))), (0.3, draw(st.floats(0.05, 0.6)))),
             ]
@@ -137,6 +141,14 @@ def test_special_cases_meet(horizon):
     assert GammaBIFR(bands, 0.5).noising(n) == pytest.approx(BISR(bands).noising(n))
 
 
+@given(fractions, horizons)
+def test_two_normalised_bands_are_normalised_lambda_cgd(lam, horizon):
+    bands = min(2, horizon.steps)
+    banded, ours = BandInvMF(bands, (1.0, -lam)[:bands], normalized=True), LambdaCGD(lam, normalized=True)
+    np.testing.assert_allclose(banded.column_scales(horizon.steps), ours.column_scales(horizon.steps), rtol=1e-9)
+    assert rmse(banded, horizon) == pytest.approx(rmse(ours, horizon), rel=1e-9)
+
+
 def test_memory_table_of_the_paper():
     """tab:noise_time_buffer: who regenerates, and how many vectors of the gradient's size are looked back at."""
     n = 100
@@ -147,6 +159,7 @@ def test_memory_table_of_the_paper():
         BISR(16): (True, 15),
         GammaBIFR(4, 0.8): (True, 3),
         BandInvMF(4, (1.0, -0.5, -0.1, -0.1)): (True, 3),
+        BandInvMF(4, (1.0, -0.5, -0.1, -0.1), normalized=True): (True, 3),
         BSR(16): (False, 15),
         BandMF(4, (1.0, 0.5, 0.3, 0.2)): (False, 3),
         BLT(2, (0.9, 0.5), (0.2, 0.3)): (False, 2),
@@ -177,6 +190,7 @@ def test_unresolved_mechanisms_say_so():
         (lambda: BLT(1, (1.0,), (0.5,)), "decays is"),
         (lambda: BLT(1, (0.5,)), "go together"),
         (lambda: BandInvMF(2, (1.0,)), "coefficients is"),
+        (lambda: BandInvMF(2, normalized="auto"), "normalized is 'auto'"),
         (lambda: BISR(11).resolve(Horizon(5, 2)), "from 1 to 10"),
         (lambda: BandMF(11).resolve(Horizon(5, 2)), "from 1 to 10"),
         (lambda: Horizon(0, 2), "steps_per_epoch is 0"),

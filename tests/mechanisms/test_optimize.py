@@ -113,7 +113,22 @@ def test_signed_sensitivity_would_explain_the_papers_value_with_all_bands():
     assert sigma * rmse(BandInvMF(p, (1.0, *tail)), horizon) > 9
 
 
-@pytest.mark.parametrize("mechanism", [BandInvMF(1), BandMF(1), BandInvMF(6), BLT(1)])
+@pytest.mark.parametrize(("b", "k", "bands"), [(390, 1, 4), (40, 5, 3)])
+def test_coefficients_of_the_plain_columns_are_as_good_for_normalised_ones(b, k, bands):
+    """To .05% of the RMSE, as the docstring says."""
+    horizon = Horizon(b, k)
+    with cache.disabled():
+        found = BandInvMF(bands, normalized=True).resolve(horizon)
+
+    def error(tail):
+        return rmse(BandInvMF(bands, (1.0, *tail), normalized=True), horizon)
+
+    best = minimize(error, found.coefficients[1:], method="Nelder-Mead", options={"maxfev": 150}).fun
+    assert best <= error(found.coefficients[1:]) <= 1.0005 * best
+    assert best < rmse(BandInvMF(bands).resolve(horizon), horizon)
+
+
+@pytest.mark.parametrize("mechanism", [BandInvMF(1), BandMF(1), BandInvMF(6), BandInvMF(4, normalized=True), BLT(1)])
 def test_smallest_horizons(mechanism):
     horizon = Horizon(3, 2)
     with cache.disabled():

@@ -30,6 +30,7 @@ REGENERATED: list[Mechanism] = [
     LambdaCGD(0.9, normalized=True),
     BISR(4),
     BandInvMF(4),
+    BandInvMF(4, normalized=True),
     GammaBIFR(8, 0.8),
     Diagonal(),
 ]

@@ -15,13 +15,12 @@ from lambdacgd.mechanisms import Horizon, LambdaCGD, error_norms
 from reproduce.framework import Settings
 from reproduce.frontier import OURS, PLANS
 from reproduce.lower_noise import TRAINED, cells, page, search
-from reproduce.runs import FALLING, PlanBook, Result, TrainingRun
+from reproduce.runs import FALLING, VARIANTS, PlanBook, Result, TrainingRun
 from reproduce.search import stored
 from reproduce.trainer import plan_requests
 from reproduce.uncertified import (
     BANDS,
-    NormalizedBands,
-    best_coefficients,
+    ScaledEpochs,
     found,
     noise_of_epochs,
     plan_of,
@@ -41,7 +40,7 @@ class RatesOnly:
 
     def get(self, run: TrainingRun) -> Result:
         self.asked.append(run)
-        best = self.best * (4 if run.method in BANDS else 1)
+        best = self.best * (4 if run.method in VARIANTS else 1)
         score = 0.8 - 0.05 * abs(math.log2(run.learning_rate / best)) + 0.001 * run.seed
         facts = {"sigma": 1.0, "rmse": 1.0, "lambda": None, "certificate": {}, "seconds": 2.0, "sharing": 2}
         return facts | {"accuracy": {"last": score}}
@@ -51,18 +50,15 @@ ASKED = {"examples": 400, "batch_size": 20, "epochs": 3, "epsilon": 4.0, "delta"
 
 
 def test_two_bands_are_the_default() -> None:
-    bands, ours = NormalizedBands((-0.9,)), LambdaCGD(0.9, normalized=True)
+    bands, ours = ScaledEpochs.of((-0.9,)), LambdaCGD(0.9, normalized=True)
     np.testing.assert_allclose(bands.column_scales(30), ours.column_scales(30), rtol=1e-12)
     horizon = Horizon(20, 3)
     assert rmse(bands, horizon, 2.0) == pytest.approx(2 * error_norms(ours, 60, restart_every=20)[0], rel=1e-12)
-    (chosen,) = best_coefficients(2, horizon, 4.0, 1e-5)
-    plan = lc.plan(400, 20, epochs=3, epsilon=4.0, delta=1e-5, mechanism=LambdaCGD("auto", normalized=True))
-    assert -chosen == pytest.approx(plan.mechanism.lam, abs=0.02)
 
 
 def test_noise_of_an_epoch_weighs_as_much_as_it_adds_to_the_error() -> None:
     """Straight from the matrix A·C⁻¹ of all steps."""
-    mechanism, b, k = NormalizedBands((-0.5, -0.3)), 7, 3
+    mechanism, b, k = ScaledEpochs.of((-0.5, -0.3)), 7, 3
     column, scales = mechanism.noising(b), mechanism.column_scales(b)
     block = sum(np.diag(np.full(b - j, a), -j) for j, a in enumerate(column))
     inverse = np.kron(np.eye(k), scales[:, None] * block)
@@ -75,7 +71,7 @@ def test_equal_epochs_are_simulated_as_the_accountant_says() -> None:
     plan = lc.plan(400, 20, epochs=3, epsilon=4.0, delta=1e-4, mechanism=LambdaCGD(0.8, normalized=True))
     kept = plan.certificate.details["floating_point"]
     real = (4.0 - kept["epsilon"], 1e-4 - kept["delta"])
-    mechanism = NormalizedBands((-0.8,), (1.0,) * 3)
+    mechanism = ScaledEpochs.of((-0.8,), (1.0,) * 3)
     sigma, error = simulated_sigma(mechanism, plan.horizon, *real, start=plan.sigma * 1.05)
     assert error < 0.01
     assert sigma == pytest.approx(plan.sigma, rel=max(4 * error, 0.005))
@@ -86,8 +82,9 @@ def test_a_plan_of_a_variant_claims_nothing(variant: str) -> None:
     numbers = found(variant, **ASKED)
     plan = plan_of(ASKED, numbers)
     assert plan.certificate.kind == "estimate"
-    assert len(plan.mechanism.coefficients) == BANDS[variant] - 1
-    assert bool(plan.mechanism.epoch_scales) == numbers["by"].startswith("simulated")
+    assert len(plan.mechanism.coefficients) == BANDS[variant]
+    assert numbers["by"].startswith("simulated")
+    assert plan.mechanism.epoch_scales
     assert plan.rmse == pytest.approx(rmse(plan.mechanism, plan.horizon, plan.sigma))
     assert list(plan.mechanism.epoch_scales) == sorted(plan.mechanism.epoch_scales)  # early epochs get less noise
     default = lc.plan(400, 20, epochs=3, epsilon=4.0, delta=1e-5)
@@ -122,8 +119,7 @@ def test_plans_of_all_runs_are_in_the_repository() -> None:
     assert [(cell["method"], cell["epsilon"]) for cell in made] == list(TRAINED)
     for cell in made:
         for request in plan_requests(cell):
-            certified = cell["method"] in ("one-buffer", FALLING.name)
-            assert book.get(request).certificate.kind == ("bound" if certified else "estimate")
+            assert book.get(request).certificate.kind == ("estimate" if cell["method"] in BANDS else "bound")
 
 
 def test_a_variant_begins_where_the_default_ended_and_is_compared_with_it() -> None:

@@ -40,7 +40,7 @@ def build(folder: Path, workers: int = 1) -> tuple[Private, nn.Module, torch.opt
         module,
         optimizer,
         Jittered(),
-        oracle.binned_plan(60, 15, 5, bins=(folder / "bins").read_text()),  # type: ignore[arg-type]
+        oracle.binned_plan(60, 15, 3, bins=(folder / "bins").read_text()),  # type: ignore[arg-type]
         max_grad_norm=1.0,
         max_physical_batch_size=7,
         key=lc.SecretKey.load(folder / "run.key"),
@@ -51,7 +51,7 @@ def build(folder: Path, workers: int = 1) -> tuple[Private, nn.Module, torch.opt
 
 
 def prepare(folder: Path, bins: Bins = "fixed", **options: int) -> None:
-    """A run of 20 steps, 4 an epoch, that stands at step 0."""
+    """A run of 12 steps, 4 an epoch, that stands at step 0."""
     (folder / "bins").write_text(bins)
     lc.SecretKey.from_bytes(oracle.KEY).save(folder / "run.key")
     private, _, scheduler = build(folder, **options)

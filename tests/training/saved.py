@@ -34,5 +34,14 @@ def steps(private, count):
             return
 
 
+def saved(folder, count, name, **options):
+    """A run that was saved after so many steps, and has let go."""
+    private = start(folder, **options)
+    steps(private, count)
+    private.save(folder / name)
+    private.detach()
+    return private
+
+
 def equal(a, b):
     return all(torch.equal(v, oracle.weights(b)[n]) for n, v in oracle.weights(a).items())

@@ -8,6 +8,7 @@ import pickle
 import resource
 import shutil
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from lambdacgd.errors import LedgerError
 from lambdacgd.training import CheckpointError, checkpoint
 from tests.faults import fault
 from tests.training import oracle
-from tests.training.saved import equal, start, steps
+from tests.training.saved import equal, saved, start, steps
 
 
 def drafts(folder):
@@ -34,8 +35,23 @@ def content(folder):
     return {path.name: path.read_bytes() for path in newest(folder).iterdir()}
 
 
-def killed(*_args, **_kwargs):
-    raise KeyboardInterrupt
+def saved_run(folder):
+    saved(folder, 2, "c")
+    return newest(folder / "c")
+
+
+def check_refused(folder, sentence=None, **options):
+    """A run that has not begun loads no checkpoint of this folder, and stays as it is."""
+    private = start(folder, **options)
+    with pytest.raises(CheckpointError, match=sentence):
+        private.load(folder / "c")
+    assert private.steps_taken == 0
+
+
+def save_killed_in(private, folder, owner, function, **given):
+    """The process dies in a save, when that calls this function."""
+    with mock.patch.object(owner, function, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        private.save(folder, **given)
 
 
 @fault(
@@ -44,14 +60,11 @@ def killed(*_args, **_kwargs):
     shows="Nothing: the checkpoint is completed, and the job goes on from it.",
     loses="Nothing.",
 )
-def test_killed_between_the_ledger_and_the_name(tmp_path, monkeypatch):
+def test_killed_between_the_ledger_and_the_name(tmp_path):
     private = start(tmp_path)
     private.save(tmp_path / "c")
     steps(private, 2)
-    monkeypatch.setattr(checkpoint, "_give_name", killed)
-    with pytest.raises(KeyboardInterrupt):
-        private.save(tmp_path / "c")
-    monkeypatch.undo()
+    save_killed_in(private, tmp_path / "c", checkpoint, "_give_name")
     private.detach()
     assert len(drafts(tmp_path / "c")) == 1
     again = start(tmp_path)
@@ -64,18 +77,17 @@ def test_killed_between_the_ledger_and_the_name(tmp_path, monkeypatch):
     assert newest(tmp_path / "c").name == "step-00000003"
 
 
-def test_killed_while_a_step_saved_twice_gets_its_name(tmp_path, monkeypatch):
+def test_killed_while_a_step_saved_twice_gets_its_name(tmp_path):
     private = start(tmp_path)
     steps(private, 2)
     private.save(tmp_path / "c", extra={"time": 1})
-    monkeypatch.setattr(os, "rename", killed)
-    with pytest.raises(KeyboardInterrupt):
-        private.save(tmp_path / "c", extra={"time": 2})
-    monkeypatch.undo()
+    save_killed_in(private, tmp_path / "c", os, "rename", extra={"time": 2})
     private.detach()
     assert not list((tmp_path / "c").glob("step-*"))
     again = start(tmp_path)
-    assert again.resume(tmp_path / "c") == {"time": 2}
+    assert again.extra == {}
+    assert again.resume(tmp_path / "c") is True
+    assert again.extra == {"time": 2}
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000002"]
 
 
@@ -86,13 +98,11 @@ def test_killed_while_a_step_saved_twice_gets_its_name(tmp_path, monkeypatch):
     loses="The steps since the checkpoint before.",
 )
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_draft_the_ledger_does_not_know_is_discarded(tmp_path, whole, monkeypatch):
+def test_a_draft_the_ledger_does_not_know_is_discarded(tmp_path, whole):
     private = start(tmp_path)
     private.save(tmp_path / "c")
     steps(private, 2)
-    monkeypatch.setattr(private.run, "release", killed)
-    with pytest.raises(KeyboardInterrupt):
-        private.save(tmp_path / "c")
+    save_killed_in(private, tmp_path / "c", private.run, "release")
     private.detach()
     (draft,) = drafts(tmp_path / "c")
     if not whole:
@@ -163,18 +173,16 @@ def test_a_second_job_by_mistake_leaves_the_first_ones_draft_alone(tmp_path, mon
     assert second.steps_taken == 2
 
 
-def test_a_draft_is_settled_once_its_process_has_ended(tmp_path, monkeypatch):
+def test_a_draft_is_settled_once_its_process_has_ended(tmp_path):
     """A worker of the killed process may hold the lock for a moment longer."""
     private = start(tmp_path)
     steps(private, 1)
-    monkeypatch.setattr(checkpoint, "_give_name", killed)
-    with pytest.raises(KeyboardInterrupt):
-        private.save(tmp_path / "c")
-    monkeypatch.undo()
+    save_killed_in(private, tmp_path / "c", checkpoint, "_give_name")
     timer = threading.Timer(0.3, private.run.close)
     timer.start()
     again = start(tmp_path)
-    assert again.resume(tmp_path / "c") == {}
+    assert again.resume(tmp_path / "c") is True  # though nothing was given as extra
+    assert again.extra == {}
     assert again.steps_taken == 1
     timer.join()
 
@@ -190,14 +198,6 @@ def test_not_within_a_logical_batch(tmp_path):
             break
 
 
-def saved_run(folder):
-    private = start(folder)
-    steps(private, 2)
-    private.save(folder / "c")
-    private.detach()
-    return newest(folder / "c")
-
-
 @fault(
     "Damaged files",
     "A file of a checkpoint is cut off.",
@@ -209,10 +209,7 @@ def test_a_truncated_checkpoint_is_refused_with_the_choice(tmp_path, name, sente
     path = saved_run(tmp_path) / name
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    private = start(tmp_path)
-    with pytest.raises(CheckpointError, match=sentence):
-        private.load(tmp_path / "c")
-    assert private.steps_taken == 0
+    check_refused(tmp_path, sentence)
 
 
 @fault(
@@ -226,10 +223,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_refused(tmp_path, sentence):
     changed = bytearray(tensors.read_bytes())
     changed[-1] ^= 1
     tensors.write_bytes(changed)
-    private = start(tmp_path)
-    with pytest.raises(CheckpointError, match=sentence):
-        private.load(tmp_path / "c")
-    assert private.steps_taken == 0
+    check_refused(tmp_path, sentence)
 
 
 @fault(
@@ -242,10 +236,7 @@ def test_another_key_is_refused(tmp_path, sentence):
     saved_run(tmp_path)
     other = lc.SecretKey.generate()
     other.save(tmp_path / "other.key")
-    private = start(tmp_path, key=other)
-    with pytest.raises(CheckpointError, match=sentence):
-        private.load(tmp_path / "c")
-    assert private.steps_taken == 0
+    check_refused(tmp_path, sentence, key=other)
 
 
 @fault(
@@ -256,8 +247,7 @@ def test_another_key_is_refused(tmp_path, sentence):
 )
 def test_another_plan_is_refused(tmp_path, sentence):
     saved_run(tmp_path)
-    with pytest.raises(CheckpointError, match=sentence):
-        start(tmp_path, p=oracle.plan(epsilon=5.0)).load(tmp_path / "c")
+    check_refused(tmp_path, sentence, p=oracle.plan(epsilon=5.0))
 
 
 @fault(
@@ -268,8 +258,7 @@ def test_another_plan_is_refused(tmp_path, sentence):
 )
 def test_other_data_is_refused(tmp_path, sentence):
     saved_run(tmp_path)
-    with pytest.raises(CheckpointError, match=sentence):
-        start(tmp_path, dataset=oracle.data(seed=8)).load(tmp_path / "c")
+    check_refused(tmp_path, sentence, dataset=oracle.data(seed=8))
 
 
 class Attack:
@@ -289,10 +278,7 @@ class Attack:
 @pytest.mark.parametrize("draft", [False, True], ids=["checkpoint", "draft"])
 @pytest.mark.parametrize("name", ["run.json", "whole.safetensors", "rows-00000.safetensors", "run.pt", "metadata"])
 def test_a_pickle_in_any_file_runs_nothing(tmp_path, name, draft):
-    private = start(tmp_path)
-    steps(private, 1)
-    private.save(tmp_path / "c")
-    private.detach()
+    private = saved(tmp_path, 1, "c")
     folder = newest(tmp_path / "c")
     plants = {"pickle": pickle.dumps, "torch": lambda what: torch.save(what, folder / name)}
     for kind, plant in plants.items():
@@ -325,16 +311,9 @@ def test_a_pickle_in_any_file_runs_nothing(tmp_path, name, draft):
     ],
 )
 def test_facts_that_were_changed_are_a_sentence_and_no_traceback(tmp_path, change):
-    private = start(tmp_path)
-    steps(private, 1)
-    private.save(tmp_path / "c")
-    private.detach()
-    path = newest(tmp_path / "c") / "run.json"
+    path = saved_run(tmp_path) / "run.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    again = start(tmp_path)
-    with pytest.raises(CheckpointError):
-        again.load(tmp_path / "c")
-    assert again.steps_taken == 0
+    check_refused(tmp_path)
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe", b"", b"{}", b'{"format": 1}'])
@@ -342,8 +321,7 @@ def test_files_that_are_no_facts(tmp_path, text):
     folder = tmp_path / "c" / "step-00000001"
     folder.mkdir(parents=True)
     (folder / "run.json").write_bytes(text)
-    with pytest.raises(CheckpointError):
-        start(tmp_path).load(tmp_path / "c")
+    check_refused(tmp_path)
 
 
 def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path):
@@ -364,10 +342,7 @@ def test_a_checkpoint_of_another_noise_format_is_refused(tmp_path, monkeypatch, 
         steps(private, 2)
         private.save(tmp_path / "c")
         private.detach()
-    again = start(tmp_path)
-    with pytest.raises(CheckpointError, match="format of the noise: the run was begun under another one"):
-        again.load(tmp_path / "c")
-    assert again.steps_taken == 0
+    check_refused(tmp_path, "format of the noise: the run was begun under another one")
 
 
 def test_only_the_owner_reads_it(tmp_path):
@@ -389,10 +364,7 @@ def test_what_cannot_be_saved(tmp_path):
 
 def test_drafts_of_others_are_left_alone(tmp_path):
     """Hidden files may be anybody's, and another key's ledger knows what to do with its own drafts."""
-    private = start(tmp_path)
-    steps(private, 1)
-    private.save(tmp_path / "c")
-    private.detach()
+    saved(tmp_path, 1, "c")
     foreign = tmp_path / "c" / f".step-00000009.{'cd' * 16}.draft"
     foreign.mkdir()
     (tmp_path / "c" / ".step-letter.draft").write_text("Dear all")
@@ -422,10 +394,7 @@ def test_not_while_the_model_holds_an_average(tmp_path):
 
 
 def test_another_model_or_other_groups_are_refused_before_anything_changes(tmp_path):
-    private = start(tmp_path)
-    steps(private, 1)
-    private.save(tmp_path / "c")
-    private.detach()
+    saved(tmp_path, 1, "c")
     other = start(tmp_path)
     other.model.register_buffer("counter", torch.zeros(3))
     with pytest.raises(CheckpointError, match="counter is missing"):
@@ -453,8 +422,7 @@ def test_weights_alone_cannot_be_resumed_from(tmp_path):
     checkpoint.save(private, tmp_path / "c", None, weights_only=True)
     private.detach()
     assert checkpoint.read(tmp_path / "c")["optimizer"] is None
-    with pytest.raises(CheckpointError, match="weights only"):
-        start(tmp_path).load(tmp_path / "c")
+    check_refused(tmp_path, "weights only")
 
 
 def test_what_is_not_a_checkpoint_stays(tmp_path):
@@ -493,42 +461,29 @@ def test_only_plain_files_are_read(tmp_path, name, kind, sentence):
 
 def test_names_that_are_no_text(tmp_path):
     (saved_run(tmp_path) / os.fsdecode(b"\xff")).touch()
-    with pytest.raises(CheckpointError, match="another digest"):
-        start(tmp_path).load(tmp_path / "c")
+    check_refused(tmp_path, "another digest")
 
 
-def test_a_name_that_could_not_be_given_is_given_by_the_next_save(tmp_path, monkeypatch):
+def test_a_name_that_could_not_be_given_is_given_by_the_next_save(tmp_path):
     """The ledger knows it, so nothing older can be resumed from: it must outlive a next save that fails, too."""
     private = start(tmp_path)
     private.save(tmp_path / "c")
     steps(private, 2)
-    monkeypatch.setattr(checkpoint, "_give_name", killed)
-    with pytest.raises(KeyboardInterrupt):
-        private.save(tmp_path / "c")
-    monkeypatch.undo()
+    save_killed_in(private, tmp_path / "c", checkpoint, "_give_name")
     steps(private, 1)
-    monkeypatch.setattr(checkpoint, "_write_facts", killed)
-    with pytest.raises(KeyboardInterrupt):
-        private.save(tmp_path / "c")
-    monkeypatch.undo()
+    save_killed_in(private, tmp_path / "c", checkpoint, "_write_facts")
     private.detach()
     again = start(tmp_path)
     again.load(tmp_path / "c")
     assert again.steps_taken == 2
 
 
-def test_completing_another_runs_draft_removes_nothing_of_this_one(tmp_path, monkeypatch):
+def test_completing_another_runs_draft_removes_nothing_of_this_one(tmp_path):
     first = start(tmp_path)
     steps(first, 1)
-    monkeypatch.setattr(checkpoint, "_give_name", killed)
-    with pytest.raises(KeyboardInterrupt):
-        first.save(tmp_path / "c")
-    monkeypatch.undo()
+    save_killed_in(first, tmp_path / "c", checkpoint, "_give_name")
     first.detach()
-    second = start(tmp_path)
-    steps(second, 3)
-    second.save(tmp_path / "c")
-    second.detach()
+    second = saved(tmp_path, 3, "c")
     again = start(tmp_path)
     again.load(tmp_path / "c")
     assert (again.run.id, again.steps_taken) == (second.run.id, 3)

@@ -30,13 +30,16 @@ def test_a_plan_of_an_earlier_release_that_claims_nothing_is_refused():
         lc.Noiser(plan, lc.SecretKey.generate())
 
 
-def test_a_delta_above_one_over_n_is_said_to_protect_nobody():
+def test_a_delta_above_one_over_n_is_said_to_protect_nobody_once():
     settings = SMALL | {"sampling": lc.Cyclic(), "mechanism": lc.LambdaCGD(0.5)}
     with pytest.warns(UserWarning, match="above 1/N = 0.017"):
-        lc.Noiser(lc.plan(**settings | {"delta": 0.02}), lc.SecretKey.generate())
+        plan = lc.plan(**settings | {"delta": 0.02})
+    with pytest.warns(UserWarning, match="above 1/N = 0.017"):
+        lc.Plan.from_json(plan.to_json())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        lc.Noiser(lc.plan(**settings | {"delta": 1 / 60}), lc.SecretKey.generate())
+        lc.Noiser(plan, lc.SecretKey.generate())
+        lc.plan(**settings | {"delta": 1 / 60})
 
 
 @pytest.mark.parametrize(

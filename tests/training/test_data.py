@@ -43,6 +43,51 @@ class Selected:
         return self.rows[index]
 
 
+class Table:
+    """As ``datasets.Dataset`` over a table of pyarrow, of which parts may be put together without a copy."""
+
+    def __init__(self, *parts):
+        self.data = pytest.importorskip("pyarrow").concat_tables(parts)
+
+    select = Selected.select
+
+    def __len__(self):
+        return self.data.num_rows
+
+    def __getitem__(self, index):
+        return self.data.column(0)[index].as_py()
+
+
+def table():
+    return pytest.importorskip("pyarrow").table({"text": ["a", "b", "a", None, "c", "d"], "label": range(6)})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: Table(t, t),  # concatenate_datasets([data, data]), data.repeat(2)
+        lambda t: Table(t, t.slice(2, 1)),
+        lambda t: Table(t.slice(0, 3), t.slice(2)),
+        lambda t: ConcatDataset([Table(t), Table(t.slice(3))]),
+        lambda t: Subset(Table(t), [1, 1]),
+    ],
+)
+def test_repetitions_of_a_table_that_is_put_together_are_refused(make):
+    """Oversampling as Hugging Face datasets do it: the rows lie in the same memory."""
+    with pytest.raises(lc.InvalidInput, match="times"):
+        check_no_repeats(make(table()))
+
+
+def test_tables_whose_rows_are_their_own_are_fine():
+    t = table()
+    check_no_repeats(Table(t))
+    check_no_repeats(Table(t.slice(3), t.slice(0, 3), table()))
+    check_no_repeats(ConcatDataset([Table(t), Table(table())]))
+    check_no_repeats(Subset(Table(t), [5, 1]))
+    check_no_repeats(Table(t.slice(0, 0)))
+    check_no_repeats(Table(t.select(["label"]).set_column(0, "none", [[None] * 6])))
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -238,6 +283,40 @@ def test_the_loader_looks(workers):
     with pytest.raises(lc.TrainingError, match="collate_fn mixes examples"):
         next(iter(private.loader))
     assert private.steps_taken == 0
+
+
+@pytest.mark.parametrize("options", [{"pad_batches": 8}, {"augmentations": 2}])
+def test_an_order_of_its_own_is_refused_where_places_mean_something(options):
+    """What fills a batch up repeats its first example at weight zero: behind a sort that weight met another row, and
+    the first example counted up to eight times. Views of several examples were averaged as if they were one's.
+    """
+    module = oracle.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    private = privatize(module, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0, collate_fn=sorts, **options)
+    with pytest.raises(lc.TrainingError, match="changes the order of examples"):
+        next(iter(private.loader))
+
+
+@pytest.mark.parametrize("fine", [default_collate, pads, masks, crops, objects, takes_labels_out, strange])
+def test_what_keeps_the_order_passes(fine):
+    for size in (1, 2, 6):
+        KeepsApart(fine, in_order=True)(ITEMS[:size])
+
+
+@pytest.mark.parametrize("first", [3, 50, 700])
+def test_mixing_that_begins_later_is_seen(first):
+    """A warm-up without mixup."""
+    batches = 0
+
+    def late(items):
+        return (mixup if batches >= first else default_collate)(items)
+
+    collate = KeepsApart(late)
+    for batches in range(1, first):  # noqa: B007  (`late` reads it)
+        collate(ITEMS)
+    batches = first
+    with pytest.raises(lc.TrainingError, match="collate_fn mixes examples"):
+        [collate(ITEMS) for _ in range(65)]
 
 
 # --- a run goes on with the examples that it began with, in their order ----------------------------------------------

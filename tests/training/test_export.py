@@ -114,6 +114,21 @@ def test_the_weights_are_the_models(tmp_path):
     assert all(torch.equal(v, private.model.state_dict()[n]) for n, v in weights.items())
 
 
+def test_adapters_are_exported_alone(tmp_path):
+    module = oracle.model()
+    for p in list(module.parameters())[:2]:
+        p.requires_grad_(False)
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    private = privatize(module, optimizer, oracle.data(), certified("fresh"), max_grad_norm=0.7)
+    export(private, tmp_path / "adapters", frozen=False)
+    weights = load_file(tmp_path / "adapters" / "model.safetensors")
+    assert weights.keys() == trainable
+    other = oracle.model(seed=9)
+    assert not other.load_state_dict(weights, strict=False).unexpected_keys
+    assert all(torch.equal(value, private.model.state_dict()[name]) for name, value in weights.items())
+
+
 def test_tied_weights(tmp_path):
     class Tied(nn.Module):
         def __init__(self):

@@ -64,15 +64,18 @@ def test_ctrl_c_while_noise_is_added(monkeypatch):
     check_same_end(private, module, optimizer)
 
 
+class Fails(torch.optim.SGD):
+    """An optimizer that has no memory while it is ``broken``."""
+
+    broken = True
+
+    def step(self, closure=None):
+        if self.broken:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
 def test_an_optimizer_that_fails_halfway():
-    class Fails(torch.optim.SGD):
-        broken = True
-
-        def step(self, closure=None):
-            if self.broken:
-                raise RuntimeError("out of memory")
-            return super().step(closure)
-
     module = oracle.model()
     private, module, optimizer = start(module, optimizer=Fails(module.parameters(), lr=0.5))
     backward(module, next(iter(private.loader)))
@@ -117,14 +120,6 @@ def test_a_worker_that_dies(tmp_path):
 
 
 def test_a_backward_pass_between_a_failed_step_and_its_retry():
-    class Fails(torch.optim.SGD):
-        broken = True
-
-        def step(self, closure=None):
-            if self.broken:
-                raise RuntimeError("out of memory")
-            return super().step(closure)
-
     module = oracle.model()
     private, module, optimizer = start(module, optimizer=Fails(module.parameters(), lr=0.5))
     batch = next(iter(private.loader))

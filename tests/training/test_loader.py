@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
 )
 from torch.utils.data import TensorDataset
 
-from lambdacgd import SecretKey
+from lambdacgd import ClippingError, SecretKey
 from lambdacgd.training import privatize
 from tests.training import oracle
 
@@ -203,17 +203,20 @@ def test_between_physical_batches_gradients_are_none_and_weights_rest():
         optimizer.zero_grad()
 
 
+class Noisy(torch.utils.data.Dataset):
+    """Random augmentation."""
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, i):
+        x, y = oracle.data()[i]
+        return x + torch.randn(x.shape), y
+
+
 @pytest.mark.parametrize(("views", "size"), [(1, None), (1, 9), (2, 9)])
 def test_padded_batches_give_the_same_weights_in_few_sizes(views, size):
     """What fills a batch up has weight zero; augmentation does not move by it."""
-
-    class Noisy(torch.utils.data.Dataset):
-        def __len__(self):
-            return 48
-
-        def __getitem__(self, i):
-            x, y = oracle.data()[i]
-            return x + torch.randn(x.shape), y
 
     runs = []
     for multiple in (1, 4):
@@ -246,20 +249,41 @@ def test_padded_batches_give_the_same_weights_in_few_sizes(views, size):
         torch.testing.assert_close(others[name], p, rtol=1e-9, atol=1e-11)
 
 
+def test_what_is_switched_on_with_an_epoch_is_seen():
+    """A model that mixes from a late epoch on: without a look there, 180 of 600 steps went unseen."""
+
+    class Switched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last, self.mixes = nn.Linear(4, 6), nn.Linear(6, 3), False
+
+        def forward(self, x):
+            h = self.first(x).tanh()
+            return self.last(h - h.mean(0) if self.mixes else h)
+
+    module = Switched()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    plan, data = oracle.binned_plan(400, 8, 5), oracle.data(400, 4)
+    private = privatize(module, optimizer, data, plan, max_grad_norm=0.3, key=oracle.key())
+    for epoch in private.epochs():
+        module.mixes = epoch.number == 5  # from step 201 on; steps 144 and 233 are looked at anyway
+        for x, y in epoch:
+            if module.mixes:
+                assert len(x) > 1
+                with pytest.raises(ClippingError, match="mixes"):
+                    module(x)
+                return
+            F.cross_entropy(module(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 # --- several readings of an example, averaged before clipping --------------------------------------------------------
 
 
 def test_augmentations_are_averaged_before_clipping():
     p = oracle.plan()
     views = 3
-
-    class Noisy(torch.utils.data.Dataset):
-        def __len__(self):
-            return 48
-
-        def __getitem__(self, i):
-            x, y = oracle.data()[i]
-            return x + torch.randn(x.shape), y
 
     for reduction in ("mean", "sum"):
         module = oracle.model(dtype=torch.float32)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -413,17 +415,36 @@ def test_a_forward_pass_of_an_earlier_batch_is_refused():
     assert private.clipper.examples == 0
 
 
-def test_sums_of_a_dropped_batch_are_gone():
-    """A gradient that somebody kept (an optimizer in its state, which checkpoints hold) shares memory with them."""
-    private, optimizer, batches = begin(module := oracle.model())
+@pytest.mark.parametrize("keep", [lambda p: p.grad, lambda p: p.grad.detach().view(-1), lambda p: p.grad.numpy()])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_gradient_that_somebody_keeps_never_shows_sums_without_noise(keep, to_none):
+    """An optimizer in its state, a logger: the next backward pass wrote its sums into what they kept."""
+    _, optimizer, batches = begin(module := oracle.model())
     loss(module, next(batches)).backward()
     optimizer.step()
-    kept = [p.grad for p in module.parameters()]
-    optimizer.zero_grad()
-    loss(module, next(batches)).backward()
-    iter(private.loader)
-    assert private.between_steps
-    assert not any(bool(gradient.any()) for gradient in kept)
+    kept = [keep(p) for p in module.parameters()]
+    before = [np.array(x, copy=True) for x in kept]
+    if to_none:
+        optimizer.zero_grad()
+    for _ in range(2):
+        loss(module, next(batches)).backward()
+        assert all(np.array_equal(x, y) for x, y in zip(kept, before, strict=True))
+        optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(np.array_equal(x, y) for x, y in zip(kept, before, strict=True))
+
+
+def test_gradients_that_nobody_keeps_lie_where_they_lay():
+    """Buffers stay: nothing is allocated from step to step."""
+    private, optimizer, batches = begin(module := oracle.model())
+    places = set()
+    for _ in range(4):
+        loss(module, next(batches)).backward()
+        places.add(tuple(private.clipper.totals.memory))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(places) == 1
 
 
 # --- loops over epochs that would never end, or that are left --------------------------------------------------------
@@ -535,3 +556,22 @@ def test_a_loss_that_is_nan_for_all_and_for_one():
     with pytest.warns(UserWarning, match=f"1 of the {len(x)} examples of step 1 have no finite gradient"):
         optimizer.step()
     assert all(torch.isfinite(w).all() for w in module.parameters())
+
+
+def test_a_step_without_the_example_that_is_not_finite_is_that_of_the_others():
+    """Sums are formed, and noised, before it is known that they do not stand; then both are done again."""
+    ends = []
+    for factor in (float("nan"), 0.0):
+        private, module, optimizer = start()
+        private.run._id = "one"
+        batches = iter(private.loader)
+        for _ in range(2):
+            x, y = next(batches)
+            losses = F.cross_entropy(module(x), y, reduction="none")
+            (losses * torch.where(torch.arange(len(x)) == 0, factor, 1.0)).mean().backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+            optimizer.zero_grad()
+        ends.append(oracle.weights(module))
+    assert all(torch.equal(w, ends[1][name]) for name, w in ends[0].items())

@@ -23,7 +23,15 @@ from tests.training.trained import ZETA, same, train
 
 @pytest.mark.parametrize(
     "mechanism",
-    [lc.Identity(), lc.LambdaCGD(0.6), lc.LambdaCGD(0.6, normalized=True), lc.BISR(3), lc.BSR(3), lc.BLT(1)],
+    [
+        lc.Identity(),
+        lc.LambdaCGD(0.6),
+        lc.LambdaCGD(0.6, normalized=True),
+        lc.BISR(3),
+        lc.BSR(3),
+        lc.BLT(1),
+        lc.BandInvMF(3, normalized=True),
+    ],
     ids=lambda m: type(m).__name__ + str(getattr(m, "normalized", "")),
 )
 @pytest.mark.parametrize("bins", [None, "fixed", "fresh"])
@@ -244,6 +252,24 @@ def test_a_loss_is_looked_at_before_the_first_step(loss, collate, says):
     told = [warning for warning in caught if "privatize(…, loss=loss)" in str(warning.message)]
     assert len(told) == (1 if loss is None else 0)  # by the first step
     assert all(warning.filename == __file__ for warning in told)
+
+
+def test_a_loss_that_nothing_could_be_compared_of_is_not_called_checked():
+    """One example; or random numbers that depend on the examples, and that eval mode does not leave out."""
+    model, dataset = oracle.model(), oracle.data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = privatize(model, optimizer, dataset, oracle.plan(), max_grad_norm=1.0, key=oracle.key())
+    few = [dataset[i] for i in range(4)]
+
+    def noisy(model, batch):
+        torch.rand(int(batch[0].sum().abs() * 1e4))
+        return _cross_entropy(model, batch)
+
+    for loss, items in ((_root_of_the_mean, few[:1]), (noisy, few)):
+        private.check_loss(loss, items, torch.utils.data.default_collate)
+        assert private.card()["objective"].startswith("not checked")
+    private.check_loss(_cross_entropy, few, torch.utils.data.default_collate)
+    assert private.card()["objective"].startswith("checked")
 
 
 # --- what `privatize` returns: the loop as it is, groups, epochs, what was spent, and the way back -------------------

@@ -13,7 +13,7 @@ import lambdacgd as lc
 from lambdacgd.training import CheckpointError, TrainingError, export, privatize
 from lambdacgd.training.card import NOT_DECLARED
 from tests.training import oracle
-from tests.training.saved import start, steps
+from tests.training.saved import saved, start, steps
 
 EMPTY = {"format": "lambdacgd-privacy-card-1", "claim": "", "earlier_runs": []}
 
@@ -94,10 +94,7 @@ def test_what_is_no_card_is_refused(given, words):
 
 def test_a_resumed_run_knows_its_history(tmp_path):
     first = run(oracle.model(), oracle.plan(epsilon=2.0), earlier=[]).card()
-    private = start(tmp_path, earlier=[first])
-    steps(private, 2)
-    private.save(tmp_path / "c.pt")
-    private.detach()
+    saved(tmp_path, 2, "c.pt", earlier=[first])
     for declared in (None, [first]):
         resumed = start(tmp_path, earlier=declared)
         resumed.load(tmp_path / "c.pt")
@@ -108,10 +105,7 @@ def test_a_resumed_run_knows_its_history(tmp_path):
 
 
 def test_a_history_may_be_declared_later(tmp_path):
-    private = start(tmp_path)
-    steps(private, 2)
-    private.save(tmp_path / "c.pt")
-    private.detach()
+    saved(tmp_path, 2, "c.pt")
     resumed = start(tmp_path, earlier=[])
     resumed.load(tmp_path / "c.pt")
     assert resumed.card()["history_declared"] is True
@@ -202,10 +196,7 @@ def test_averages_come_and_go(tmp_path):
 
 
 def test_a_checkpoint_loaded_afterwards_is_itself_again(tmp_path):
-    private = start(tmp_path)
-    steps(private, 2)
-    private.save(tmp_path / "c.pt")
-    private.detach()
+    private = saved(tmp_path, 2, "c.pt")
     ordinary(private.model)
     resumed = start(tmp_path, module=private.model)
     resumed.load(tmp_path / "c.pt")
@@ -320,10 +311,7 @@ def test_a_checkpoint_of_changed_weights_says_so(detached, tmp_path):
 def test_no_earlier_run_is_lost_where_a_resumed_run_names_others(tmp_path):
     """Also where they were named without a whole declaration: the longer list may be the smaller sum."""
     cards = [run(oracle.model(), oracle.plan(epsilon=epsilon)).card() for epsilon in (1.0, 3.0)]
-    private = start(tmp_path, earlier=[cards[0], cards[0]])
-    steps(private, 1)
-    private.save(tmp_path / "checkpoint")
-    private.detach()
+    saved(tmp_path, 1, "checkpoint", earlier=[cards[0], cards[0]])
     for other in ([cards[1]], []):
         again = start(tmp_path, earlier=other)
         with pytest.raises(CheckpointError, match="2 earlier runs declared"):

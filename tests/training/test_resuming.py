@@ -19,7 +19,7 @@ from lambdacgd.errors import LedgerError
 from lambdacgd.training import CheckpointError, TrainingError, checkpoint, export
 from tests.faults import fault
 from tests.training import oracle, resumable
-from tests.training.saved import equal, start, steps
+from tests.training.saved import equal, saved, start, steps
 
 # --- a run that is resumed, after whatever end, goes on exactly ------------------------------------------------------
 
@@ -52,17 +52,17 @@ def test_resumed_ends_like_uninterrupted(tmp_path, p, at):
 
 @pytest.mark.parametrize("bins", ["fixed", "fresh"])
 def test_every_random_thing_resumes_exactly(tmp_path, bins):
-    """Dropout, augmentation, AdamW, a scheduler, an EMA: stopped at steps 1, 8 (an epoch ends) and 13."""
+    """Dropout, augmentation, AdamW, a scheduler, an EMA: stopped at steps 1, 4 (an epoch ends) and 7."""
     resumable.prepare(tmp_path, bins, workers=0)
     shutil.copytree(tmp_path, tmp_path / "whole")
-    for until in (1, 8, 13):
+    for until in (1, 4, 7):
         random.seed(until)
         torch.manual_seed(until)
         private, _ = resumable.go_on(tmp_path, until=until, workers=0)
         private.detach()
     stopped, module = resumable.go_on(tmp_path, workers=0)
     whole, other = resumable.go_on(tmp_path / "whole", workers=0)
-    assert stopped.steps_taken == whole.steps_taken == 20
+    assert stopped.steps_taken == whole.steps_taken == 12
     assert equal(module, other)
     with stopped.averages[0].applied() as a, whole.averages[0].applied() as b:
         assert equal(a, b)
@@ -71,7 +71,7 @@ def test_every_random_thing_resumes_exactly(tmp_path, bins):
 def run_and_kill(folder, after, workers):
     """Run in another process; kill -9 it ``after`` seconds into training. Returns whether it finished, and its time."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.training.resumable"])
+    context.set_forkserver_preload(["torch._dynamo", "tests.training.resumable"])  # the first takes seconds, too
     ours, theirs = context.Pipe()
     process = context.Process(target=resumable.main, args=(folder, workers, theirs))
     process.start()
@@ -100,7 +100,7 @@ def kill_and_compare(folder, kills, seed, workers, bins):
     assert hits > 0
     assert run_and_kill(folder, None, workers)[0]
     one, two = (checkpoint.read(f / "checkpoint") for f in (folder, folder / "whole"))
-    assert one["step"] == two["step"] == 20
+    assert one["step"] == two["step"] == 12
     for name, value in one["model"].items():
         assert torch.equal(value, two["model"][name]), name
     for name, value in one["averages"][0]["average"].items():
@@ -175,12 +175,9 @@ def test_after_an_optimizer_that_failed_a_checkpoint_helps(tmp_path):
 
 def test_a_job_that_was_killed_after_its_last_step_ends_when_it_is_started_again(tmp_path):
     """The same script, with its loop over the loader, was refused: all steps are done."""
-    private = start(tmp_path)
-    steps(private, 99)
-    private.save(tmp_path / "checkpoint")
-    private.detach()
+    saved(tmp_path, 99, "checkpoint")
     again = start(tmp_path, module=oracle.model(seed=9))
-    assert again.resume(tmp_path / "checkpoint") is not None
+    assert again.resume(tmp_path / "checkpoint")
     assert list(again.loader) == []
     assert list(again.epochs()) == []
     lc.export(again, tmp_path / "release")
@@ -217,32 +214,21 @@ def test_an_export_is_a_release_too(tmp_path):
         start(tmp_path).load(tmp_path / "two.pt")
 
 
-def other_key(folder):
-    key = lc.SecretKey.generate()
-    key.save(folder / "other.key")
-    return {"key": key}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: {"p": oracle.plan(epsilon=2.0)}, "the plan"),
-        (lambda f: {"max_grad_norm": 1.0}, "clipping norm"),
-        (lambda f: {"clipping_mode": "automatic"}, "clipping mode"),
-        (lambda f: {"augmentations": 2}, "augmentations"),
-        (lambda f: {"loss_reduction": "sum"}, "loss reduction"),
-        (lambda f: {"data_fingerprint": "new data"}, "other data"),
-        (other_key, "the key"),
+        ({"max_grad_norm": 1.0}, "clipping norm"),
+        ({"clipping_mode": "automatic"}, "clipping mode"),
+        ({"augmentations": 2}, "augmentations"),
+        ({"loss_reduction": "sum"}, "loss reduction"),
+        ({"data_fingerprint": "new data"}, "other data"),
     ],
-    ids=["plan", "norm", "mode", "augmentations", "reduction", "data", "key"],
+    ids=["norm", "mode", "augmentations", "reduction", "data"],
 )
 def test_a_checkpoint_of_something_else(tmp_path, change, message):
-    private = start(tmp_path, data_fingerprint="the data")
-    steps(private, 1)
-    private.save(tmp_path / "c.pt")
-    private.detach()
+    saved(tmp_path, 1, "c.pt", data_fingerprint="the data")
     with pytest.raises(CheckpointError, match=message) as caught:
-        start(tmp_path, **({"data_fingerprint": "the data"} | change(tmp_path))).load(tmp_path / "c.pt")
+        start(tmp_path, **({"data_fingerprint": "the data"} | change)).load(tmp_path / "c.pt")
     assert str(caught.value).count("\n- ") == 1
 
 
@@ -299,10 +285,7 @@ def test_a_run_that_began_does_not_become_another(tmp_path):
 
 def test_an_interrupt_just_as_the_run_becomes_the_checkpoints(tmp_path, monkeypatch):
     """Ctrl-C between the run and the position: step 1 under the run's noise would be a second sum."""
-    first = start(tmp_path)
-    steps(first, 3)
-    first.save(tmp_path / "c.pt")
-    first.detach()
+    saved(tmp_path, 3, "c.pt")
     again = start(tmp_path)
     resume = again.run.resume
 
@@ -320,10 +303,7 @@ def test_an_interrupt_just_as_the_run_becomes_the_checkpoints(tmp_path, monkeypa
 
 def test_a_load_that_fails_half_way_does_not_begin_the_run_again(tmp_path, monkeypatch):
     """The run is the checkpoint's by then: step 1 under its noise, on other weights, would be a second sum."""
-    first = start(tmp_path)
-    steps(first, 3)
-    first.save(tmp_path / "c.pt")
-    first.detach()
+    saved(tmp_path, 3, "c.pt")
     again = start(tmp_path)
     optimizer = again.optimizer
     monkeypatch.setattr(optimizer, "load_state_dict", lambda state: (_ for _ in ()).throw(ValueError("no memory")))

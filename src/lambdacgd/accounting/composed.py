@@ -50,7 +50,7 @@ from lambdacgd.accounting.exact.accountant import (
     loss_law,
 )
 from lambdacgd.accounting.exact.accountant import LARGEST_EPSILON as LARGEST_SINGLE
-from lambdacgd.accounting.exact.lattice import Columns
+from lambdacgd.accounting.exact.lattice import Columns, log_correlations
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma, jensen_add, one_bin_delta
 from lambdacgd.accounting.root import Secant, bisect, find_root, log_ratio, smallest, smallest_certified
 from lambdacgd.errors import AccountingError
@@ -659,7 +659,10 @@ class FreshBins:
         peak, covariances = chain.loss_variance, chain.gain * chain.covariance(d)
         middle = np.array([peak])
         middles = (np.arange(16)[:, None] + 0.5) / 16
-        if chain.runs:  # a mean over places of the epoch, as below
+        if self.columns and chain.runs:  # a mean over places of the epoch, as below
+            logs, places = log_correlations(chain.runs), (middles * (b - d)).astype(np.int64)
+            covariances = np.asarray(chain.gain * np.exp(logs[places + d] - logs[places]), dtype=np.float64)
+        elif chain.runs:  # without the steps of the runs, so that it is smooth in λ
             left, rate = b - middles * (b - d), 2 * math.log(self.lam)
             falling = np.sqrt(np.expm1((left - d) * rate) / np.expm1(left * rate))
             covariances = np.asarray(chain.gain * self.lam**d * falling, dtype=np.float64)

@@ -3,7 +3,7 @@
 δ of Balls-in-Bins depends on the Gram matrix G of the columns of C alone, and grows with it in two orders
 (Lemma 7 of docs/exact-accountant.md): entry by entry (Kahane), and by positive semidefinite matrices (Jensen: more
 independent noise in the losses). So G' dominates G if G' − G is a sum of a matrix without negative entries and a
-positive semidefinite one. Three such G' are searched for, among those that the transfer-matrix accountant computes,
+positive semidefinite one. Such G' are searched for, among those that the transfer-matrix accountant computes,
 
     G'_st = chain·(λ^{|s−t|} − tail·λ^{2n−s−t}) + nugget·[s = t]:
 
@@ -11,6 +11,7 @@ positive semidefinite one. Three such G' are searched for, among those that the 
   (a diagonally dominant matrix is positive semidefinite). Every pair of columns is looked at.
 - ``_by_cosines`` (Toeplitz C, tail = 0): the same with one more positive semidefinite matrix, a taper
   (1 − |s−t|/reach)₊ times Σ_q a_q cos ω_q(s − t), a_q ≥ 0; a linear program finds the a_q.
+- ``scaled`` (columns of norm 1, one epoch): entry by entry, with a chain whose correlations fall as the columns' do.
 - ``_by_norm`` (Toeplitz C): C' = s·(1 − φx)/(1 − λx) with ‖C C'⁻¹‖ ≤ 1, so that G ≤ G' as quadratic forms. The norm is
   at most the maximum of a polynomial on the unit circle, which is bounded from its values on a grid.
 
@@ -28,19 +29,21 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog, minimize
-from scipy.signal import correlate, lfilter
+from scipy.signal import correlate, fftconvolve, lfilter
 
 from lambdacgd.accounting.certificate import Array
 from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA, SMALLEST_LAMBDA
-from lambdacgd.accounting.exact.lattice import Columns
+from lambdacgd.accounting.exact.lattice import Columns, log_correlations
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.root import bisect
+from lambdacgd.accounting.scaled import followed, followed_sigma, unit_column
 from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import BufferedToeplitz, Horizon, Mechanism
 from lambdacgd.mechanisms.error import participation_sum
 
 LARGEST_DENSE = 6000  #: columns whose inner products are kept as a matrix
 MOST_STEPS = 100_000
+FEW_STEPS = 200  #: up to which columns of norm 1 are also dominated by a chain that does not follow them
 MOST_PAIRWISE = 10_000  #: steps up to which every pair of columns is looked at; beyond, C must be Toeplitz
 SAFETY = 1 + 1e-9  #: for the rounding of sums of non-negative terms, and of powers of λ
 GRID = 64  #: points on the unit circle a coefficient: the maximum of |r|² exceeds that on the grid by .12% at most
@@ -112,12 +115,19 @@ def dominating(
     steps = horizon.steps_per_epoch if restarts else horizon.steps
     if (exact := exact_columns(mechanism, steps)) is not None:
         return exact
-    inner = _Inner(mechanism, steps)
     # Epochs compose; with fixed bins all k columns of a bin add up, and n columns have k times as many pairs as b bins.
     allowed = gaussian_sigma(epsilon, delta) ** -2
     k = horizon.epochs
+    choices = []
+    if (restarts or k == 1) and steps <= MOST_PAIRWISE and (column := unit_column(mechanism, steps)) is not None:
+        found = followed(column, allowed / k)
+        choices = [Dominating(found.lam, found.columns, found.loss)]
+        if steps > FEW_STEPS:  # where memories are short beside the epoch it is the best
+            return choices[0]
+    inner = _Inner(mechanism, steps)
     goal = _Goal(inner, allowed / k if restarts else math.log1p(math.expm1(allowed) / k))
-    choices = [_independent(inner), _by_entries(inner, goal)] if steps <= MOST_PAIRWISE else []
+    if steps <= MOST_PAIRWISE:
+        choices += [_independent(inner), _by_entries(inner, goal)]
     if inner.toeplitz:
         choices += [_by_cosines(inner, goal), _by_norm(inner, goal)]
     best = min(choices, key=lambda choice: goal.excess(choice.lam, choice.columns))
@@ -129,9 +139,12 @@ def first_guess(
 ) -> float:
     """σ at which a Gaussian mechanism of the same E W² after all epochs would need (ε, δ), rows of G being sampled.
 
-    The arguments are those of ``dominating``.
+    The arguments are those of ``dominating``. Of columns scaled to norm 1 over one epoch E W² is that of the chain
+    which dominates them: so C is chosen for what can be certified.
     """
-    b = horizon.steps_per_epoch
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    if (restarts or k == 1) and (unit := unit_column(mechanism, b)) is not None:
+        return followed_sigma(unit, gaussian_sigma(epsilon, delta) ** -2 / k)
     folded = Horizon(b, 1) if restarts else horizon
     column = np.abs(np.asarray(mechanism.strategy(folded.steps), dtype=np.float64))
     scales = mechanism.column_scales(folded.steps)
@@ -141,8 +154,14 @@ def first_guess(
         ends = [centre[: folded.steps - i] for i in rows]
         products = {int(i): correlate(end, end)[len(end) - 1 :][: b - i] for i, end in zip(rows, ends, strict=True)}
     else:
-        matrix = scaled_gram(column, np.asarray(scales, dtype=np.float64), folded)
-        products = {int(i): matrix[i, i:] for i in rows}
+        n, weights = folded.steps, 1 / np.asarray(scales, dtype=np.float64)
+        products = {}
+        for i in map(int, rows):
+            places = np.zeros(n)
+            places[i::b] = weights[i::b]
+            own = fftconvolve(places, column)[:n]  # m_i
+            with_all = fftconvolve(own, column[::-1])[n - 1 :] * weights
+            products[i] = with_all.reshape(-1, b).sum(axis=0)[i:]
     allowed = gaussian_sigma(epsilon, delta) ** -2
     return _at_budget(products, b, allowed / horizon.epochs if restarts else allowed) ** -0.5
 
@@ -242,7 +261,7 @@ class _Goal:
 
         def enough(x: float) -> bool:
             scale = math.exp(-2 * x)
-            less = Columns(columns.chain * scale, columns.nugget * scale, columns.tail)
+            less = replace(columns, chain=columns.chain * scale, nugget=columns.nugget * scale)
             return self.excess(lam, less) <= self.budget * (1 + 1e-6)
 
         return math.expm1(bisect(enough, 0.0, 3.0, width=1e-4))
@@ -260,10 +279,12 @@ class _Goal:
 def _rows(lam: float, columns: Columns, steps: int) -> Callable[[int], Array]:
     """i → G'_ii, G'_i,i+1, …"""
     powers = lam ** np.arange(2 * steps + 1.0)
+    logs = log_correlations(columns.runs) if columns.runs else None
 
     def row(i: int) -> Array:
         left = steps - i
-        values = columns.chain * (powers[:left] - columns.tail * powers[2 * left : left : -1])
+        along = powers[:left] if logs is None else np.exp(logs[i:] - logs[i])
+        values = columns.chain * (along - columns.tail * powers[2 * left : left : -1])
         values[0] += columns.nugget
         return np.asarray(values)
 

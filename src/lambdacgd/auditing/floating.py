@@ -26,13 +26,8 @@ HALF = 50  # trials with g, and as many with 0
 def floating_point(plan: Plan, rng: np.random.Generator) -> dict[str, Any]:
     """Guess from first releases whether a gradient g of norm ζ = 1 was in the sum, by the bits of the numbers.
 
-    Args:
-        plan: The plan whose noise is attacked: on float32 sums for granularity, on float64 sums for the others.
-        rng: Chooses the gradients and in which trials they take part.
-
-    Returns:
-        For each attack its true and false positive rates, a lower bound on ε at 95%, and the p-value of Fisher's exact
-        test that its guesses have nothing to do with the truth; and that the claim covers floating point.
+    Granularity is attacked on float32 sums, the others on float64 sums. For each attack: its true and false positive
+    rates, a lower bound on ε at 95%, and Fisher's p-value that its guesses have nothing to do with the truth.
     """
     steps = plan.block.steps
     scales = plan.mechanism.column_scales(steps)

@@ -25,13 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def guarded(command: Callable[..., Any], argv: Sequence[str] | None, *, program: str) -> int:
-    """Call a command tree with arguments and return its exit code; bad input becomes one line on stderr.
-
-    Args:
-        command: What ``typer.main.get_command`` returns.
-        argv: The arguments; None means those of this process.
-        program: How usage lines and complaints call the program.
-    """
+    """Call a command tree of typer and return its exit code; bad input becomes one line on stderr, by ``program``."""
     try:
         result = command(args=list(sys.argv[1:] if argv is None else argv), prog_name=program, standalone_mode=False)
         return result if isinstance(result, int) else 0

@@ -38,16 +38,10 @@ COMPARED = ("bands", "buffers", "sampling", "bins", "schedule", "warmup", "final
 
 
 def command(arguments: Sequence[str] = ()) -> Any:
-    """Build the command tree.
+    """Build the command tree for a call with these arguments.
 
     The flags of ``plan`` and ``compare`` follow from the mechanisms' and samplings' dataclasses, which need NumPy and
     SciPy: they are read only where one of the two commands is called.
-
-    Args:
-        arguments: what it will be called with.
-
-    Returns:
-        The tree, ready to be called with the arguments.
     """
     app = typer.Typer(
         name="lambdacgd",

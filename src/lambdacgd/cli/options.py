@@ -90,15 +90,8 @@ def with_flags(command: Callable[..., None], flags: dict[str, Any]) -> Callable[
 def plan_arguments(request: dict[str, Any]) -> dict[str, Any]:
     """Turn names into objects: what a command line or a file says about a plan into arguments of ``lc.plan``.
 
-    Args:
-        request: ``mechanism`` and ``sampling`` by name, the parameters of both (``lam``, ``bands``, ``bins``, …; those
-            that are None count as not given), and any other arguments of ``lc.plan``, which are passed on.
-
-    Returns:
-        Keyword arguments for ``lc.plan``.
-
-    Raises:
-        InvalidInput: a name is not known, or a parameter does not apply to what is named.
+    ``request`` holds ``mechanism`` and ``sampling`` by name, the parameters of both (``lam``, ``bands``, ``bins``, …;
+    None counts as not given), and any other arguments of ``lc.plan``, which are passed on.
     """
     from lambdacgd.mechanisms import MECHANISMS, LambdaCGD, Workload
     from lambdacgd.sampling import SAMPLINGS, BallsInBins

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from lambdacgd.questions import compare
 def show_plan(request: dict[str, Any], *, as_json: bool, out: Path | None) -> None:
     """Make a plan and print it; ``request`` is described at ``plan_arguments``."""
     place_for("out", out)
-    plan = make_plan(**plan_arguments(request))
+    with warnings.catch_warnings(record=True) as warned:
+        plan = make_plan(**plan_arguments(request))
     if out:
         plan.save(out)
+    for warning in warned:
+        Console(stderr=True).print(f"[yellow]{escape(str(warning.message))}[/]")
     if as_json:
         print(plan.to_json())
         return
@@ -77,8 +81,6 @@ def _remarks(plan: Plan) -> list[str]:
         lines.append("[red bold]ε = inf: no noise is added and nothing is private.[/]")
     if refusal := plan.certificate.details.get("transfer_matrix_refused"):
         lines.append(f"[yellow]The exact accountant refuses, so this σ has no amplification:[/] {escape(refusal)}")
-    if plan.delta * plan.examples > 1:
-        lines.append(f"[yellow]δ is above 1/N = {1 / plan.examples:.2g}: it allows publishing an example outright.[/]")
     if selection := plan.selection:
         lines.append(f"{selection['parameter']} was chosen by {selection['objective']}: {selection['because']}")
         if "candidates" in selection:

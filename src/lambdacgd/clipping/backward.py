@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.bounds import Factors, Mode, Norm, clip_factors
 from lambdacgd.errors import ClippingError
-from lambdacgd.torch_private import after_backward, backward_task, will_execute
+from lambdacgd.torch_private import after_backward, backward_task, storage_handle, storage_holders, will_execute
 
 LossReduction = Literal["mean", "sum", "none"]
+#: Whether all gradients were finite, to be asked; what adds their records, masked or not; and the mask.
+Hoped = tuple[Callable[[], bool], Callable[[Tensor | None], None], Tensor]
 
 # Temporaries of the norm pass are cut into groups of examples of at most this many elements.
 CHUNK_CPU, CHUNK_CUDA = 1 << 19, 1 << 27
@@ -184,7 +186,7 @@ class Outer(Record):
     def left(self, rows: slice) -> Tensor:
         return self.a(rows) if callable(self.a) else self.a[rows]
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
         """B, T, in, out."""
         examples, tokens, out = self.b.shape
@@ -254,10 +256,10 @@ class Outer(Record):
         _, _, inner, outer = self.sizes
         if inner < outer:
             a = scaled(a, factor)
-            b = b.to(a.dtype)
         else:
             b = scaled(b, factor)
-            a = a.to(b.dtype)
+        if a.dtype != b.dtype:
+            a, b = same_type(a, b)
         if callable(self.a):
             bounds.sum_of_products_into(matrix, b.transpose(1, 2), a, fresh=fresh)
             return
@@ -367,6 +369,7 @@ class BackwardPass:
         self.low = False
         self.sharded = False
         self._norms: list[tuple[Tensor, Tensor | None]] = []  # of each pass, and the examples' weights
+        self._hoped: Hoped | None = None  # sums that may not stand
         self._weights: Tensor | None = None  # for the next pass
         self.before_adding: Callable[[], None] | None = None
         self._over = -1  # the number of the newest forward pass that saw an earlier batch than the one under way
@@ -382,6 +385,7 @@ class BackwardPass:
     @property
     def sums(self) -> dict[str, Tensor]:
         """The clipped sums gathered since the last `take`, by parameter name."""
+        self.settle()
         return self.totals.filled
 
     def take(self) -> dict[str, Tensor]:
@@ -391,15 +395,42 @@ class BackwardPass:
             The sums by parameter name, zeros where none arrived. The buffers are ours and are written again by the
             next backward pass: use or copy them before.
         """
-        totals = self.totals
-        sums = {n: totals.filled[n] if n in totals.filled else totals.zeros(n, p) for n, p in self.parameters.items()}
+        self.settle()
+        sums = self.gathered()
         self.zero()
         return sums
+
+    def gathered(self) -> dict[str, Tensor]:
+        """The sums that `take` hands out, before it is settled whether they stand."""
+        filled, zeros = self.totals.filled, self.totals.zeros
+        return {name: filled[name] if name in filled else zeros(name, p) for name, p in self.parameters.items()}
+
+    def settle(self) -> bool:
+        """Wait until it is known whether the sums stand, which were formed as if every gradient were finite.
+
+        Returns:
+            Whether they stand. If not, they have been formed again, without the examples whose gradients are not
+            finite, and whoever has used them does so again.
+        """
+        if self._hoped is None:
+            return True
+        finite, add, keep = self._hoped
+        try:
+            stand = finite()
+            if not stand:
+                self.totals.clear()
+                with torch.no_grad(), bounds.uncast(self.anchor):
+                    add(keep)
+        except BaseException:  # as in `_clip_and_add`
+            self.zero()
+            raise
+        self._hoped = None
+        return stand
 
     def zero(self) -> None:
         """Forget the sums, norms and counts gathered so far."""
         self.totals.clear()
-        self._norms = []
+        self._norms, self._hoped = [], None
 
     @property
     def norms(self) -> Tensor:
@@ -494,6 +525,7 @@ class BackwardPass:
                     "a backward pass inside another one (a hook, reentrant checkpointing) would clip parts of a "
                     "gradient. Use torch.utils.checkpoint(..., use_reentrant=False)."
                 )
+            self.settle()
             if self.before_adding is not None and self.looking is None:
                 self.before_adding()
             self._task, self._batch, self._forward = task, batch, forward
@@ -575,7 +607,7 @@ class BackwardPass:
                     self.totals.add_pack(record, factor, keep)
                 else:
                     self.totals.add(record, self.parameters[record.name], factor, keep)
-            self.totals.finish()
+            self.totals.finish(keep)
 
         try:
             self._add_finite(add, factors)
@@ -587,21 +619,18 @@ class BackwardPass:
         """Add the examples whose gradients are finite: masked where some are not, since 0·NaN is NaN.
 
         On CUDA the host would wait for that answer with nothing queued. So the sums are first formed as if all were
-        finite, where they can be formed again (nothing else is in their buffers), and the answer is read behind that.
+        finite, where they can be formed again (nothing else is in their buffers), and the answer is read when somebody
+        needs it: `settle`.
         """
         if is_capturing(factors.keep):
             add(factors.keep)
             return
         finite = on_its_way(factors.finite.all())
-        hopeful = not self.sharded and not self.totals.filled
-        if hopeful:
+        if self.sharded or self.totals.filled:
+            add(None if finite() else factors.keep)
+        else:
             add(None)
-        if not finite():
-            if hopeful:
-                self.totals.clear()
-            add(factors.keep)
-        elif not hopeful:
-            add(None)
+            self._hoped = finite, add, factors.keep
 
 
 def is_capturing(x: Tensor) -> bool:
@@ -716,6 +745,11 @@ def pack_small(records: list[Record]) -> list[Record]:
     return alone
 
 
+def holders(x: Tensor) -> int:
+    """How many tensors and arrays lie in the memory of ``x``, itself among them."""
+    return storage_holders(storage_handle(x.untyped_storage())) - 1  # one is what this asks
+
+
 class Totals:
     """Buffers for the sums, kept from step to step: stable addresses for noise tables and CUDA graphs."""
 
@@ -723,6 +757,7 @@ class Totals:
         self.filled: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
         self._packs: dict[tuple[str, ...], tuple[Tensor, dict[str, Tensor]]] = {}
+        self._together: dict[bool, list[gpu.WeightedSum]] = {True: [], False: []}  # what one launch adds: fresh, or not
 
     def add(self, record: Record, like: Tensor, factor: Tensor, keep: Tensor | None) -> None:
         name = record.name
@@ -732,8 +767,14 @@ class Totals:
                 kind = bounds.accumulator(like.dtype)
                 self._buffers[name] = torch.empty(like.shape, dtype=kind, device=like.device)
             self.filled[name] = self._buffers[name]
-        total = self.filled[name]
-        record.add(total, factor.to(total.dtype), keep, fresh=fresh)
+        self._add(record, self.filled[name], factor, keep, fresh)
+
+    def _add(self, record: Record, total: Tensor, factor: Tensor, keep: Tensor | None, fresh: bool) -> None:
+        factor, on_gpu = factor.to(total.dtype), total.device.type == gpu.DEVICE
+        if on_gpu and isinstance(record, Stored) and gpu.may_sum_together(total, record.gradients, factor):
+            self._together[fresh].append((total, record.gradients, factor))
+        else:
+            record.add(total, factor, keep, fresh=fresh)
 
     def add_pack(self, pack: Pack, factor: Tensor, keep: Tensor | None) -> None:
         names = tuple(r.name for r in pack.records)
@@ -744,17 +785,32 @@ class Totals:
             whole, views = known
             fresh = not any(name in self.filled for name in views)
             if fresh or all(self.filled.get(name) is view for name, view in views.items()):
-                pack.add(whole, factor.to(whole.dtype), keep, fresh=fresh)
+                self._add(pack, whole, factor, keep, fresh)
                 self.filled.update(views)
                 return
         for record in pack.records:  # the small parameters of this physical batch are not those of the last one
             self.add(record, record.gradients[0], factor, keep)
 
-    def finish(self) -> None:
+    def finish(self, keep: Tensor | None) -> None:
         """All records of a backward pass have been added."""
+        together, self._together = self._together, {True: [], False: []}
+        for fresh, sums in together.items():
+            if sums:
+                gpu.weighted_sums(sums, keep, fresh=fresh)
 
     def clear(self) -> None:
-        self.filled = {}
+        self.filled, self._together = {}, {True: [], False: []}
+
+    def leave(self) -> None:
+        """Leave buffers in which somebody still sees the sums of the step before (a gradient) to them."""
+        if not self.filled:
+            self._buffers = {name: x for name, x in self._buffers.items() if holders(x) == 1}
+            self._packs = {key: pack for key, pack in self._packs.items() if holders(pack[0]) == 1 + len(pack[1])}
+
+    @property
+    def memory(self) -> list[int]:
+        """Where the buffers lie."""
+        return [x.data_ptr() for x in (*self._buffers.values(), *(whole for whole, _ in self._packs.values()))]
 
     def zeros(self, name: str, like: Tensor) -> Tensor:
         return torch.zeros(like.shape, dtype=bounds.accumulator(like.dtype), device=like.device)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lambdacgd.clipping import gpu
 from lambdacgd.clipping.backward import BackwardPass, LossReduction, Totals, is_capturing
 from lambdacgd.clipping.batch_free import (
     BatchFree,
@@ -49,6 +50,7 @@ from lambdacgd.torch_private import (
 )
 
 _UNSEEN = 8  #: writes into a buffer that no probe saw written, until they are refused
+_APART = 32  #: passes from one probe to that of an epoch that begins, at least
 _MOST_MODES = 32  #: combinations of modes that are probed: a model may draw its own anew for every batch
 _LISTS = (nn.ParameterList, nn.ParameterDict)
 _FUSED = (nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
@@ -124,7 +126,7 @@ class Clipper(BackwardPass):
             raise ClippingError(f"loss_reduction='none' expects one loss per example, got shape {tuple(loss.shape)}.")
         loss.backward(torch.ones_like(loss))
 
-    def check_loss(self, loss: Loss, items: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
+    def check_loss(self, loss: Loss, items: Sequence[Any], collate: Callable[[list[Any]], Any]) -> bool:
         """See whether a loss adds examples up as declared; nothing is added to the sums.
 
         A few examples are collated, run and differentiated together, and again with each of them exchanged for another
@@ -135,11 +137,14 @@ class Clipper(BackwardPass):
             items: A few examples as the dataset gives them; three or more find more, lengths that differ, too.
             collate: What makes a batch of them.
 
+        Returns:
+            Whether anything could be compared: not with one example, nor where random numbers always depend on them.
+
         Raises:
             ClippingError: The loss, the model or the padding mixes examples, or ``loss_reduction`` does not describe
                 the loss; or the model is sharded.
         """
-        check_loss(self.model, self, loss, items, collate)
+        return check_loss(self.model, self, loss, items, collate)
 
     def detach(self) -> None:
         """Give the model back as it was."""
@@ -156,6 +161,11 @@ class Clipper(BackwardPass):
         """Examples are handed out. Forward passes that ran before saw others: their backward passes are refused."""
         self._over = self._forward_pass.now.number
 
+    def begin_epoch(self) -> None:
+        """An epoch begins, when loops switch things on and off: the next forward pass is probed, but not too often."""
+        if not self.sharded:
+            self._watch.begin_epoch()
+
     def allow_probe(self, allowed: bool) -> None:
         """Whether a few examples of some batches may be run again, to learn which dimensions are the batch and whether
         examples stay in their rows (see `probe`). Where ranks compute together (FSDP2), all must probe the same batch.
@@ -171,6 +181,7 @@ class Clipper(BackwardPass):
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._forward_pass.watch is not None:  # a pass of the probe
             return
+        self.settle()  # and let go of the last backward pass's records
         sharded = self._forward_pass.sharded
         if not torch.is_grad_enabled():
             self._watch.begin(sharded)
@@ -193,7 +204,8 @@ class Clipper(BackwardPass):
         if due and self._probe.look((args, kwargs), batch, self._watch.mode):
             self._watch.probed(self._probe.compared)
         self._watch.begin(sharded)
-        self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if self.anchor.is_cuda else {}
+        on_gpu = self.anchor.device.type == gpu.DEVICE
+        self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if on_gpu else {}
         self._forward_pass.look_at(batch)
         if self._probe.read_elsewhere:
             self._standing_in.enter_context(standing_in(self._probe.read_elsewhere))
@@ -298,9 +310,9 @@ class Watch:
     """What is looked at in every forward pass, and when one is to be probed.
 
     Something may begin later: a warm-up, mixup every other batch, another mode of a module. So a probe is due at
-    forward passes 1, 2, 3, 5, 8, … (Fibonacci's numbers: whatever happens every k-th time happens in one of them), in
-    modes that were not probed, and after a buffer was written that no probe has seen written. A parameter must not be
-    written at all (a frozen one as a running average, ``Embedding(max_norm=…)``).
+    forward passes 1, 2, 3, 5, 8, … (Fibonacci's numbers: whatever happens every k-th time happens in one of them), when
+    an epoch begins, in modes that were not probed, and after a buffer was written that no probe has seen written. A
+    parameter must not be written at all (a frozen one as a running average, ``Embedding(max_norm=…)``).
 
     Attributes:
         mode: Which modules were in train mode when `due` was asked last.
@@ -316,8 +328,8 @@ class Watch:
         }
         self.mode, self._probed_modes = b"", set[bytes]()
         self._passes, self._last, self._next = 0, 1, 1  # forward passes so far; those that are probed, last and next
-        self._due = True  # whether a probe is
-        self._before: tuple[Any, Any] = {}, self._marks()  # how often parameters were written, and marks of buffers
+        self._due, self._looked = True, 0  # whether a probe is; the last pass that was probed
+        self._before: tuple[Any, Any] = [], self._marks()  # how often parameters were written, and marks of buffers
         self._compared: set[str] = set()  # buffers that a probe has seen written
         self._unseen: Counter[tuple[str, bool]] = Counter()  # how often others were written; whether without gradients
 
@@ -350,14 +362,19 @@ class Watch:
         self._due |= self.mode not in self._probed_modes and len(self._probed_modes) < _MOST_MODES
         return self._due
 
+    def begin_epoch(self) -> None:
+        """A probe is due, unless there was one a short while ago: it takes some twenty passes of eight examples."""
+        self._due |= self._passes >= self._looked + _APART
+
     def probed(self, compared: set[str]) -> None:
         """The pass that begins was probed, and nothing was found. ``compared``: buffers that probes saw written."""
         self._probed_modes.add(self.mode)
+        self._looked = self._passes
         self._compared, self._due = compared, False
 
     def begin(self, sharded: bool) -> None:
         """Before a forward pass. Sharded parameters are gathered, that is written, in the middle of it."""
-        self._before = {} if sharded else self._versions(), self._marks()
+        self._before = [] if sharded else self._versions(), self._marks()
 
     def end(self, *, quiet: bool) -> None:
         """After a forward pass, ``quiet``: one without gradients.
@@ -366,9 +383,9 @@ class Watch:
             ClippingError: It wrote a parameter, or a buffer that no probe looks at.
         """
         versions, marks = self._before
-        for name, count in self._versions().items() if versions else ():
-            if versions[name] != count:
-                raise ClippingError(WRITES_PARAMETER.format(name=name))
+        if versions and versions != (versions_now := self._versions()):
+            wrote = next(p for p, was, is_ in zip(self._parameters, versions, versions_now, strict=True) if was != is_)
+            raise ClippingError(WRITES_PARAMETER.format(name=wrote[0]))
         for name, now in self._marks().items():
             if now == marks[name] or name in self._compared:
                 continue
@@ -398,9 +415,9 @@ class Watch:
     def _marks(self) -> dict[str, tuple[int, int]]:
         return {name: mark(slots.get(local)) for name, (slots, local) in self._buffers.items()}
 
-    def _versions(self) -> dict[str, int]:
+    def _versions(self) -> list[int]:
         """How often each parameter was written."""
-        return {name: version(p) for name, p, *_ in self._parameters if not p.is_inference()}
+        return [0 if p.is_inference() else version(p) for _, p, *_ in self._parameters]
 
 
 def _quiet(what: str) -> ClippingError:

@@ -43,14 +43,21 @@ def may_use_tables() -> bool:
     return kernels() is not None and not torch.cuda.is_current_stream_capturing()
 
 
-def _fits(a: Tensor, b: Tensor) -> bool:
-    if a.shape[1] < 2 or a.dtype != b.dtype or a.dtype not in (torch.float32, torch.bfloat16):
-        return False
-    if a.dtype == torch.float32 and not bounds.tf32_in_use(a.device):
-        return False
-    if a.stride(2) != 1 or b.stride(2) != 1 or a.data_ptr() % 16 or b.data_ptr() % 16:
-        return False
-    return a.shape[1] * max(a.stride(1), b.stride(1)) < 1 << 31  # the limit of an index, where time comes first
+Kind = tuple[torch.dtype, torch.Size, int, tuple[int, ...], tuple[int, ...]]  #: of a pair: see `_kind_of`
+
+
+def _kind_of(a: Tensor, b: Tensor) -> Kind | None:
+    """What the pairs of one launch have in common; None where the kernel does not fit."""
+    dtype, shape, a_stride, b_stride = a.dtype, a.shape, a.stride(), b.stride()
+    if shape[1] < 2 or dtype != b.dtype or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if dtype == torch.float32 and not bounds.tf32_in_use(a.device):
+        return None
+    if a_stride[2] != 1 or b_stride[2] != 1 or a.data_ptr() % 16 or b.data_ptr() % 16:
+        return None
+    if shape[1] * max(a_stride[1], b_stride[1]) >= 1 << 31:  # the limit of an index, where time comes first
+        return None
+    return dtype, shape, b.shape[2], a_stride, b_stride
 
 
 Rounding = tuple[float, float, bool]  #: gamma, kappa and fold_a of `Norm`
@@ -70,10 +77,11 @@ def gram_norms(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[int], Tens
         For every launch, positions in the list, and for each of them and each example ⟨G_a, G_b⟩, tr G_a, tr G_b,
         ‖G_a‖² and ‖G_b‖²; `norm_of` knows them.
     """
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    groups: dict[Kind, list[int]] = {}
     for k, (a, b) in enumerate(pairs):
-        if _fits(a, b):
-            groups.setdefault((a.dtype, a.shape, b.shape[2], a.stride(), b.stride()), []).append(k)
+        kind = _kind_of(a, b)
+        if kind is not None:
+            groups.setdefault(kind, []).append(k)
     if not groups:
         return []
     device = pairs[0][0].device
@@ -126,6 +134,28 @@ def column_sums(gradients: list[Tensor]) -> list[Tensor] | None:
     return list(out.split(sizes, 1))
 
 
+WeightedSum = tuple[Tensor, Tensor, Tensor]  #: total, gradients and factor, as `weighted_sum` takes them
+
+
+def may_sum_together(total: Tensor, gradients: Tensor, factor: Tensor) -> bool:
+    """Whether `weighted_sums` takes this one."""
+    return may_use_tables() and _can_be_summed(total, gradients, factor) and total.numel() > 0
+
+
+def weighted_sums(sums: list[WeightedSum], keep: Tensor | None, *, fresh: bool) -> None:
+    """`weighted_sum` of many layers with the same examples."""
+    rows = tuple(
+        v for total, gradients, factor in sums
+        for v in (gradients.data_ptr(), factor.data_ptr(), total.data_ptr(), total.numel())
+    )  # fmt: skip
+    most = max(total.numel() for total, _, _ in sums)
+    table = _table(rows, sums[0][0].device)
+    kernels().weighted_sums_kernel[(-(-most // 128), len(sums))](
+        table, table if keep is None else keep.view(torch.uint8), sums[0][1].shape[0],
+        ALL=keep is None, FRESH=fresh, BLOCK=128, ROWS=16, num_warps=4,
+    )  # fmt: skip
+
+
 def layer_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor, size: int) -> tuple[Tensor, Tensor] | None:
     """Per-example Σ_t b∘x̂ and Σ_t b [B, size] in one launch; None where the kernel does not fit."""
     if not may_use_tables() or not x.is_contiguous() or x.dtype != torch.float32 or mean.dtype != torch.float32:
@@ -147,8 +177,8 @@ def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -
     """Per-example gradients [B, O, C, *kernel] of a two-dimensional convolution's weight and their squared norms in
     parts, [parts, B]; None where the kernel does not fit.
 
-    ``image`` [B, C, H, W] is padded, ``response`` is [B, O, *out]; products are in TF32 or in their own 16 bits, added
-    up in float32.
+    ``image`` is [B, C, H, W], ``response`` [B, O, *out]; products are in TF32 or in their own 16 bits, added up in
+    float32.
     """
     if kernels() is None or image.dim() != 4 or image.dtype == torch.float64:
         return None
@@ -170,8 +200,8 @@ def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -
     out = torch.empty(examples, outer, image.shape[1], *kernel, dtype=torch.float32, device=image.device)
     squares = torch.empty(tiles, examples, dtype=torch.float32, device=image.device)
     kernels().patch_gradient_kernel[(tiles, examples)](
-        image, response, out, squares, outer, positions, width, columns, height * across, across,
-        *geometry["stride"], *geometry["dilation"],
+        image, response, out, squares, outer, positions, width, columns, height, across,
+        *geometry["stride"], *geometry["dilation"], *geometry["padding"],
         KERNEL=kernel[0] * kernel[1], KERNEL_X=kernel[1], OUTER=rows, INNER=inner,
         DEPTH=32 if image.dtype == torch.float32 else 64, num_warps=4, num_stages=3,
     )  # fmt: skip
@@ -182,18 +212,20 @@ def weighted_sum(total: Tensor, gradients: Tensor, factor: Tensor, keep: Tensor 
     """``total += Σ_i factor_i g_i`` (``fresh``: ``=``) over the examples kept (None: all), reading gradients
     [B, *shape] once; False where the kernel does not fit.
     """
-    if kernels() is None or not gradients.is_contiguous():
-        return False
-    if any(x.dtype != torch.float32 for x in (gradients, factor, total)) or not total.is_contiguous():
+    if kernels() is None or not _can_be_summed(total, gradients, factor):
         return False
     examples, size = gradients.shape[0], total.numel()
     if size == 0:  # a grid of no programs cannot be launched
         return True
     kernels().weighted_sum_kernel[(-(-size // 128),)](
-        gradients, factor.contiguous(), factor if keep is None else keep.view(torch.uint8), total, examples, size,
+        gradients, factor, factor if keep is None else keep.view(torch.uint8), total, examples, size,
         ALL=keep is None, FRESH=fresh, BLOCK=128, ROWS=16, num_warps=4,
     )  # fmt: skip
     return True
+
+
+def _can_be_summed(*tensors: Tensor) -> bool:
+    return all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
 
 
 def group_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor] | None:

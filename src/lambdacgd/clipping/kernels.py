@@ -56,12 +56,12 @@ def gram_kernel(
 
 @triton.jit
 def patch_gradient_kernel(
-    image, response, out, squares, channels, positions, width, columns, image_channel, image_row,
-    stride_y, stride_x, dilation_y, dilation_x,
+    image, response, out, squares, channels, positions, width, columns, height, across,
+    stride_y, stride_x, dilation_y, dilation_x, padding_y, padding_x,
     KERNEL: tl.constexpr, KERNEL_X: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out[example, o, n] = Σ_t response[example, o, t] · patch_t[n] for a padded image, all contiguous, n = (c, y, x),
-    and the sum of its squares over this tile.
+    """out[example, o, n] = Σ_t response[example, o, t] · patch_t[n] for an image, all contiguous, n = (c, y, x), and
+    the sum of its squares over this tile. Around the image are zeros.
 
     Patches are read from the image as they are needed: written out, they would be KERNEL times as large as it.
     """
@@ -71,17 +71,18 @@ def patch_gradient_kernel(
     n = (tile % tiles) * INNER + tl.arange(0, INNER)
     o = (tile // tiles) * OUTER + tl.arange(0, OUTER)
     tap = n % KERNEL
-    column = (n // KERNEL) * image_channel + (tap // KERNEL_X) * dilation_y * image_row + (tap % KERNEL_X) * dilation_x
-    image += example * (columns // KERNEL) * image_channel
+    up, left = (tap // KERNEL_X) * dilation_y - padding_y, (tap % KERNEL_X) * dilation_x - padding_x
+    image += example * (columns // KERNEL) * height * across + (n // KERNEL)[:, None] * height * across
     response += example * channels * positions
     total = tl.zeros([OUTER, INNER], tl.float32)
     for start in range(0, positions, DEPTH):
         t = start + tl.arange(0, DEPTH)
-        place = (t // width) * stride_y * image_row + (t % width) * stride_x
+        y, x = up[:, None] + ((t // width) * stride_y)[None, :], left[:, None] + ((t % width) * stride_x)[None, :]
         inside = (t < positions)[None, :]
+        around = (y < 0) | (y >= height) | (x < 0) | (x >= across)
         b = tl.load(response + o[:, None] * positions + t[None, :], (o < channels)[:, None] & inside, 0.0)
         # Positions last: neighbouring threads read neighbouring pixels.
-        a = tl.load(image + column[:, None] + place[None, :], (n < columns)[:, None] & inside, 0.0)
+        a = tl.load(image + (y * across + x), (n < columns)[:, None] & inside & ~around, 0.0)
         total = tl.dot(b, tl.trans(a), total, input_precision="tf32")
     mask = (o < channels)[:, None] & (n < columns)[None, :]
     tl.store(out + (example * channels + o[:, None]) * columns + n[None, :], total, mask)
@@ -95,6 +96,28 @@ def weighted_sum_kernel(
     ALL: tl.constexpr, FRESH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """total[j] (+)= Σ_i factor[i] · gradients[i, j] over the examples kept; others may hold anything, NaN included."""
+    _weighted_sum(gradients, factor, keep, total, examples, size, ALL, FRESH, BLOCK, ROWS)
+
+
+@triton.jit(do_not_specialize=["examples"])
+def weighted_sums_kernel(
+    table, keep, examples, ALL: tl.constexpr, FRESH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    """The same for every layer of the table."""
+    row = table + tl.program_id(1) * 4
+    gradients = tl.load(row).to(tl.pointer_type(tl.float32))
+    factor = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    total = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    size = tl.load(row + 3)
+    if tl.program_id(0) * BLOCK < size:
+        _weighted_sum(gradients, factor, keep, total, examples, size, ALL, FRESH, BLOCK, ROWS)
+
+
+@triton.jit
+def _weighted_sum(
+    gradients, factor, keep, total, examples, size,
+    ALL: tl.constexpr, FRESH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i = tl.arange(0, ROWS)
     found = tl.zeros([ROWS, BLOCK], tl.float32)

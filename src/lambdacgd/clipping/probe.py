@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -43,6 +44,7 @@ _TURNS = 3  #: random numbers that are tried until every layer has been seen
 _STEPS, _EACH = 512, 32  #: of a row, how many steps and how many numbers of each are compared, with their norm
 _FEW = 64  #: attributes of modules with more items than this are no place for outputs
 _LOW = (torch.bfloat16, torch.float16)
+_CONTAINERS = (Mapping, list, tuple, set, deque)  #: in which tensors are looked for
 
 
 class Probe:
@@ -319,7 +321,9 @@ class Probe:
         for layer in self.layers:
             layouts = whole.layouts.get(layer.path, set())
             if len(layouts) == 1:
-                layer.layout = next(iter(layouts))
+                before, layer.layout = layer.layout, next(iter(layouts))
+                if before not in (None, layer.layout):
+                    raise layer.refuse(_OTHER_LAYOUT)
             else:
                 sure &= layer.path not in several or layer.layout is not None
         return sure
@@ -343,6 +347,10 @@ class _Failed(Exception):
 _MIXES = (
     "the model mixes the examples of a batch, or changes their order: its {what} for one example is not the same with "
     "and without another one. Take every statistic within an example; sort when the batch is put together."
+)
+_OTHER_LAYOUT = (
+    "the rows that it sees of an example were neighbours in one forward pass and lay apart in another one, so nobody "
+    "knows which rows are whose in a third. Put them together in one way always."
 )
 _OUTPUT = (
     "the model mixes the examples of a batch: this output for one example is not the same with and without another "
@@ -395,10 +403,11 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
         for name, value in vars(module).items():
             if name in _NO_OUTPUTS or id(value) in done:
                 continue
-            if isinstance(value, (list, tuple, dict)) and len(value) > _FEW:
+            if isinstance(value, _CONTAINERS) and len(value) > _FEW:
                 continue
             done.add(id(value))
-            tensors = (x for x in tensors_in(value, 2) if x.grad_fn is not None)
+            depth = 4 if isinstance(value, _CONTAINERS) else 2  # an object may know the whole program
+            tensors = (x for x in tensors_in(value, depth) if x.grad_fn is not None)
             held |= {f"{path}.{name} {place}": x for place, x in enumerate(tensors)}
     return held
 
@@ -408,12 +417,16 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
 
 def check_loss(
     model: nn.Module, backward_pass: BackwardPass, loss: Loss, items: Sequence[Any], collate: Callable[[list[Any]], Any]
-) -> None:
-    """See `Clipper.check_loss`. Norms of per-example gradients are compared: padding changes the shapes of rows."""
+) -> bool:
+    """See `Clipper.check_loss`. Norms of per-example gradients are compared: padding changes the shapes of rows.
+
+    Returns whether any were.
+    """
     if backward_pass.sharded:
         raise ClippingError("the loss of a sharded model cannot be looked at. Look at it before the model is sharded.")
     if len(items) < 2:
-        return
+        return False
+    told = False
     state, count, modes = State(model), len(items), [(m, m.training) for m in model.modules()]
     with Numbers(model, backward_pass.anchor.device) as numbers:
         start = numbers.now()
@@ -435,7 +448,8 @@ def check_loss(
                 backward_pass.reset()
                 state.take_back()
 
-        try:
+        def look(items: Sequence[Any], *, sorts: bool) -> None:
+            nonlocal collate, told
             whole, drawn = norms(items)
             # A norm is a sum over many numbers, whose rounding cancels; but padding changes shapes here.
             one = next(iter(backward_pass.parameters.values()))
@@ -445,7 +459,9 @@ def check_loss(
                 others = [i for i in range(count) if i != j]
                 changed, also = norms([items[(i + 1) % count] if i == j else items[i] for i in range(count)])
                 if draw_alike(drawn, also):
-                    _refuse_far(whole[others], changed[others], tolerance, count, count)
+                    told = True
+                    pair = _closest(whole, changed, count - 1) if sorts else (whole[others], changed[others])
+                    _refuse_far(*pair, tolerance, count, count)
             if drawn[0][0] != drawn[0][1]:  # numbers for fewer examples are others: without dropout, and from one batch
                 model.eval()
                 if draws:
@@ -453,10 +469,42 @@ def check_loss(
                     items, collate = list(range(count)), lambda rows: (cut.take(rows) or cut.arguments)[0][0]
                 whole, drawn = norms(items)
             for fewer in [range(count - 1), *([k] for k in range(count))] if drawn[0][0] == drawn[0][1] else ():
-                _refuse_far(whole[list(fewer)], norms([items[k] for k in fewer])[0], tolerance, count, len(fewer))
+                told, left = True, norms([items[k] for k in fewer])[0]
+                pair = _closest(whole, left, len(fewer)) if sorts else (whole[list(fewer)], left)
+                _refuse_far(*pair, tolerance, count, len(fewer))
+
+        def sorts() -> bool:
+            """Whether examples come out of ``collate`` in an order of their own, whichever they go in."""
+            model.eval()
+            there, back = norms(items)[0], norms(list(items)[::-1])[0]
+            return not _close(there.flip(0), back) and _close(there.sort().values, back.sort().values)
+
+        try:
+            try:
+                look(items, sorts=False)
+            except ClippingError:
+                again = False
+                with contextlib.suppress(Exception):  # in eval mode some models compute no loss
+                    again = not draws and sorts()
+                if not again:
+                    raise
+                look(items, sorts=True)
+            return told
         finally:
             for module, training in modes:
                 module.training = training
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return bool(((one - other).abs() <= 1e-3 * one).all())
+
+
+def _closest(one: Tensor, other: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """So many of one's norms and of another's that lie closest together, whatever their order."""
+    some, others = (list(itertools.combinations(x.sort().values.tolist(), count)) for x in (one, other))
+    pairs = (torch.tensor(pair, dtype=one.dtype) for pair in itertools.product(some, others))
+    a, b = min(pairs, key=lambda pair: float(pair.clamp_min(1e-30).log().diff(dim=0).abs().max()))
+    return a, b
 
 
 def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, fewer: int) -> None:
@@ -608,8 +656,8 @@ def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
     """All tensors in a nest of containers, dataclasses and plain objects, in their order."""
     if isinstance(value, Tensor):
         yield value
-    elif depth and (isinstance(value, (Mapping, list, tuple)) or _is_object(value)):
-        inner = vars(value) if not isinstance(value, (Mapping, list, tuple)) else value
+    elif depth and (isinstance(value, _CONTAINERS) or _is_object(value)):
+        inner = value if isinstance(value, _CONTAINERS) else vars(value)
         for item in inner.values() if isinstance(inner, Mapping) else inner:
             yield from tensors_in(item, depth - 1)
 
@@ -791,7 +839,7 @@ class State:
         for module in self._modules.values():
             for value in (value for name, value in vars(module).items() if name not in _OF_MODULES):
                 inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-                self._containers += [(x, x.copy()) for x in (value, *inner) if isinstance(x, (list, dict))]
+                self._containers += [(x, x.copy()) for x in (value, *inner) if isinstance(x, (list, dict, deque))]
         self._before = {place: (value, _copy(value)) for place, value in self._values().items()}
         self._marks = {place: mark(value) for place, (value, _) in self._before.items()}
         self._caches = set[Place]()
@@ -830,7 +878,7 @@ class State:
                 held.copy_(value)
         for container, items in self._containers:
             container.clear()
-            container.extend(items) if isinstance(container, list) else container.update(items)
+            container.update(items) if isinstance(container, dict) else container.extend(items)
         self._marks = {place: mark(value) for place, value in self._values().items()}
         return written
 

@@ -396,8 +396,8 @@ def tap(layer: Layer, output: Tensor, recorder: Recorder, *saved: Tensor) -> Ten
 
 
 def fused_tap(x: Tensor, weight: Tensor, forward: Any, backward: Any, call: Call) -> Tensor:
-    """A layer's operation as one node; see `FusedTap`."""
-    return _apply_fused(call.layer.backward_pass.anchor, x, weight.detach(), forward, backward, call)
+    """A layer's operation as one node; see `FusedTap`. ``weight`` is detached."""
+    return _apply_fused(call.layer.backward_pass.anchor, x, weight, forward, backward, call)
 
 
 def computed(m: nn.Module) -> bool:

@@ -338,9 +338,9 @@ class LambdaCGDTrainer(_Trainer):
         assert self.private is not None
         place = Path(self.args.output_dir if isinstance(resume_from, bool) else resume_from)
         for folder in with_runs(place) if isinstance(resume_from, bool) else [place]:
-            extra = self.private.resume(folder / RUN_STATE)
-            if extra is None:
+            if not self.private.resume(folder / RUN_STATE):
                 continue  # it was being written when the process died, and never left it
+            extra = self.private.extra
             self._scheduler_state = extra["scheduler"]
             self._group_settings = [
                 copy.deepcopy({name: value for name, value in group.items() if name != "params"})

@@ -74,7 +74,7 @@ class BufferedNoise(CorrelatedNoise):
         return [torch.empty(job.tensor.shape, dtype=torch.float64, device=job.tensor.device) for job in jobs]
 
     def _field(self, jobs: Sequence[Job], step: int) -> Vectors:
-        z = [torch.empty(job.tensor.shape, dtype=torch.float64, device=job.tensor.device) for job in jobs]
+        z = self._vectors(jobs)
         self.field.apply([Job(j.entry, v, j.offset) for j, v in zip(jobs, z, strict=True)], UNIT, step, read=False)
         return z
 

@@ -241,19 +241,9 @@ class CorrelatedNoise:
     def of(
         cls, field: NoiseField, mechanism: Mechanism, *, horizon: int, restart_every: int | None = None, **terms: Any
     ) -> Self:
-        """The noise of a mechanism over this horizon (or over each stretch between restarts).
+        """The noise of a mechanism, which gives recurrence and column scales, over each stretch between restarts.
 
-        Args:
-            field, horizon, restart_every: As for the constructor.
-            mechanism: Gives the recurrence and the column scales.
-            **terms: Further arguments of the constructor, ``sigma`` and ``clip`` among them.
-
-        Returns:
-            The noise, ready for ``add_``.
-
-        Raises:
-            TypeError: The mechanism's past cannot be computed in this way.
-            ValueError: A number is out of its range.
+        The rest, ``sigma`` and ``clip`` among it, is as for the constructor.
         """
         steps = restart_every or horizon
         recurrence, scales = mechanism.recurrence(steps), mechanism.column_scales(steps)

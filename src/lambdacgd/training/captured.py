@@ -114,8 +114,8 @@ class CapturedStep:
             act()
 
     def _constants(self) -> list[Any]:
-        """What the graphs hold: the optimizer's options, and where weights and its state lie. A change (a scheduler's,
-        a checkpoint loaded, weights moved) means capturing again: an old address may be anybody's memory by now.
+        """What the graphs hold: the optimizer's options, and where weights, its state and sums lie. A change (a
+        scheduler's, a checkpoint loaded, weights moved) means capturing again: an old address may be anybody's by now.
         """
         optimizer = self._loop.optimizer
         options = [
@@ -124,7 +124,8 @@ class CapturedStep:
         ]
         parameters = self._loop.clipper.parameters.values()
         states = (value for p in parameters for value in optimizer.state.get(p, {}).values())
-        return [options, *(x.data_ptr() for x in (*parameters, *states) if isinstance(x, Tensor))]
+        places = (x.data_ptr() for x in (*parameters, *states) if isinstance(x, Tensor))
+        return [options, *places, *self._loop.clipper.totals.memory]
 
     def _fill_table(self, step: int) -> None:
         """The rows of the rest of this epoch, in one copy to the device."""
@@ -207,6 +208,7 @@ class CapturedStep:
         """
         if not kind[0]:
             self._work(True, False, self.padded, self._step)
+            self._loop.clipper.settle()  # which a capture cannot wait for
 
     def _warm_up(self, kind: Kind, cursor: Tensor, step: Tensor) -> None:
         """Whole steps, so that the optimizer's state exists; then everything as it was, also where they fail: their

@@ -337,7 +337,7 @@ def rows_of(facts: dict[str, Any]) -> list[tuple[str, Any]]:
         ("Correlated noise", facts["correlation"]),
         ("Noise", f"σ = {facts['sigma']:.6g} times the clipping norm {facts['max_grad_norm']} ({facts['clipping']})"),
         ("Expected batch size", batch_size),
-        ("Objective", facts.get("objective", LOSS_NOT_CHECKED)),
+        ("Objective", facts["objective"]),
         ("Steps", f"{steps['taken']} of {steps['planned']} ({steps['note']})"),
         ("Floating point", _floating_point(facts["floating_point"])),
         ("Certificate", facts["certificate"]["method"]),

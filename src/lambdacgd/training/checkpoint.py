@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from lambdacgd.errors import CheckpointError, LedgerError, brief, shown
 from lambdacgd.files import read_json, sync_folder, write_new
@@ -79,7 +79,7 @@ def save(
     private.compare_weights()
     all_generators = world.gather(generators())
     with world.together("saving"):
-        left_out = set() if frozen else _frozen(private)
+        left_out = set() if frozen else frozen_names(private.model)
         optimizer = None if weights_only else private.optimizer.state_dict()
         _check_optimizer_state(private, {"state": {}} if optimizer is None else optimizer)
         state = {  # tensors are those in use, not copies
@@ -150,7 +150,7 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
             _apply(private, state)
             extra: dict[str, Any] = _loaded(state["extra"])
         private.compare_weights()
-    private.history = history  # the weights are the checkpoint's now
+    private.history, private.extra = history, extra  # the weights are the checkpoint's now
     return extra
 
 
@@ -239,9 +239,9 @@ def check_savable(private: Private) -> None:
 # --- a run's state, and going on from it -----------------------------------------------------------------------------
 
 
-def _frozen(private: Private) -> set[str]:
+def frozen_names(model: nn.Module) -> set[str]:
     """Names of parameters that training does not change: whoever builds the model again has them."""
-    return {name for name, p in private.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
 def _groups(private: Private) -> list[list[str]]:
@@ -274,7 +274,7 @@ def _check_fits(private: Private, groups: Any, state: dict[str, Any]) -> None:
         both = f"the checkpoint has {averages} running averages of the weights, and this run {len(private.averages)}"
         raise CheckpointError(f"{both}: make the same ones with private.ema(…) before loading")
     own, weights = private.model.state_dict(), state["model"]
-    wrong = (own.keys() - weights.keys() - _frozen(private)) | (weights.keys() - own.keys())
+    wrong = (own.keys() - weights.keys() - frozen_names(private.model)) | (weights.keys() - own.keys())
     wrong |= {name for name, value in weights.items() if _shape(own.get(name)) != _shape(value)}
     if wrong:
         names = brief(", ".join(sorted(wrong)[:4]))

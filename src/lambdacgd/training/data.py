@@ -83,9 +83,9 @@ def check_no_repeats(dataset: Any) -> None:
     """Refuse a dataset that names one example of another dataset more than once, as oversampling does.
 
     A plan protects one item; what is in two is protected half as well. `Subset`, `ConcatDataset` and what Hugging Face
-    datasets select are looked into; what a dataset of one's own does inside is not seen.
+    datasets select or put together are looked into; what a dataset of one's own does inside is not seen.
     """
-    if not isinstance(dataset, (Subset, ConcatDataset)) and _selected(dataset) is None:
+    if not isinstance(dataset, (Subset, ConcatDataset)) and _selected(dataset) is None and _table(dataset) is None:
         return
     owners, index = _sources(dataset)
     most = int(index.max(initial=0)) + 1
@@ -103,9 +103,28 @@ def _sources(dataset: Any) -> np.ndarray:
         return _sources(dataset.dataset)[:, np.asarray(dataset.indices, dtype=np.int64)]
     if isinstance(dataset, ConcatDataset):
         return np.concatenate([_sources(part) for part in dataset.datasets], axis=1)
-    selected = _selected(dataset)
+    selected, table = _selected(dataset), _table(dataset)
+    if table is not None:
+        return table if selected is None else table[:, selected]
     index = np.arange(len(dataset)) if selected is None else selected
     return np.stack([np.full(len(index), id(dataset)), index])
+
+
+def _table(dataset: Any) -> np.ndarray | None:
+    """Where the rows of a ``datasets.Dataset`` lie in memory, before any selection: to put them together, or to take
+    them from one table in two ways, copies none.
+    """
+    data: Any = getattr(dataset, "data", None)
+    if not hasattr(dataset, "select") or not hasattr(data, "column") or not getattr(data, "num_columns", 0):
+        return None
+    parts = []
+    for chunk in data.column(0).chunks:
+        buffers = tuple(buffer.address for buffer in chunk.buffers() if buffer is not None and buffer.size)
+        if len(chunk) and not buffers:
+            return None  # a column of nulls
+        if len(chunk):
+            parts.append(np.stack([np.full(len(chunk), hash(buffers)), chunk.offset + np.arange(len(chunk))]))
+    return np.concatenate(parts, axis=1) if parts else None
 
 
 def _selected(dataset: Any) -> np.ndarray | None:
@@ -120,24 +139,30 @@ def _selected(dataset: Any) -> np.ndarray | None:
 
 _ITEMS = 4  #: of a batch that are collated for the comparison
 _TRIALS = 4  #: random numbers that are tried: mixing is often random too
+_APART = 64  #: batches from one that is looked at to the next, at most
 
 
 class KeepsApart:
-    """A ``collate_fn`` that is looked at once in each process, with the first batch of several examples.
+    """A ``collate_fn`` that is looked at in each process: at batches 1, 2, 3, 5, 8, …, at most 64 apart.
 
     Mixup and cutmix put an example into another's row: zeroing it out then moves a sum by 2ζ, not ζ. A few examples
     are collated, and again with the last one exchanged for another, under the same random numbers: at most one row of
     the result, read across all tensors, may change. Nor may equal rows go together with any one of the examples: it was
-    drawn more than once. Where padding changes shapes, nothing is concluded. Agreement is evidence, not proof.
+    drawn more than once. Where places mean something (what fills a batch up is last and weighs nothing, neighbours are
+    views of one example), no row may turn up in another's place. Where padding changes shapes, nothing is concluded.
+    Agreement is evidence, not proof.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate, self._seen = collate, False
+    def __init__(self, collate: Callable[[list[Any]], Any], *, in_order: bool = False) -> None:
+        """``in_order``: whether places mean something."""
+        self._collate, self._in_order = collate, in_order
+        self._batches, self._last, self._next = 0, 1, 1  # those so far; those that are looked at, last and next
 
     def __call__(self, items: list[Any]) -> Any:
-        if not self._seen and len(items) > 1:
-            self._seen = True
-            self._look_at(items[:_ITEMS])
+        self._batches += len(items) > 1
+        if self._batches >= self._next:
+            self._last, self._next = self._next, self._next + min(self._last, _APART)
+            self._look_at(items[:: max(1, len(items) // _ITEMS)][:_ITEMS])
         return self._collate(items)
 
     def _look_at(self, items: list[Any]) -> None:
@@ -147,9 +172,9 @@ class KeepsApart:
             of_each = (self._lost(items, trial, place) for place in range(len(items)))
             if lost.total() > 1 or any(max(rows.values(), default=0) > 1 for rows in of_each):
                 raise TrainingError(
-                    f"collate_fn mixes examples: exchanging one of {len(items)} changes several rows of the batch, as "
-                    "mixup, cutmix and the batch's mean do. Leave that out; several augmentations of one example are "
-                    "augmentations=K, and random numbers whose count depends on it belong into __getitem__"
+                    f"collate_fn mixes examples: exchanging one of {len(items)} changes several rows of the batch. "
+                    "Leave mixup and the like out; several augmentations of one example are augmentations=K, and "
+                    "random numbers whose count depends on it belong into __getitem__"
                 )
 
     def _lost(self, items: list[Any], trial: int, place: int = -1) -> Counter[bytes]:
@@ -159,18 +184,25 @@ class KeepsApart:
         for other in others:
             after = self._rows([*others[:place], other, *others[place:]], trial)
             if before is not None and after is not None and before[0] == after[0]:
-                return before[1] - after[1]
+                pairs = enumerate(zip(before[1], after[1], strict=True))
+                if self._in_order and any(x != y and y in before[1] for k, (x, y) in pairs if k != place):
+                    raise TrainingError(
+                        "collate_fn changes the order of examples, by their length, say. With pad_batches or "
+                        "augmentations an example would count more than once: leave that out, or keep the order "
+                        "(pack_padded_sequence has enforce_sorted=False)"
+                    )
+                return Counter(before[1]) - Counter(after[1])
         return Counter()
 
-    def _rows(self, items: list[Any], trial: int) -> tuple[list[str], Counter[bytes]] | None:
-        """Paths and shapes of all tensors that have a row per example, and how often each row of all of them occurs."""
+    def _rows(self, items: list[Any], trial: int) -> tuple[list[str], list[bytes]] | None:
+        """Paths and shapes of all tensors that have a row per example, and the rows of all of them together."""
         try:
             with random_numbers_of(f"trial {trial}"):
                 batch = self._collate(copy.deepcopy(items))  # some take labels out of the items
         except Exception:  # if it is broken, the batch itself will say so
             return None
         tensors = list(_tensors(batch, len(items), ""))
-        rows = Counter(b"".join(parts) for parts in zip(*(rows for _, rows in tensors), strict=True))
+        rows = [b"".join(parts) for parts in zip(*(rows for _, rows in tensors), strict=True)]
         return [shape for shape, _ in tensors], rows
 
 
@@ -228,9 +260,9 @@ class Sample:
         own = None if saved is None else self.seal(key, run)
         if saved is not None and own is not None and not hmac.compare_digest(saved, own):
             raise CheckpointError(
-                "this checkpoint does not belong here: some examples, read again, are not those of the run. The "
-                "dataset is in another order or holds other data (shuffled or split anew, without a seed?): build it "
-                "as it was. If only reading it differs, say so with data_fingerprint=…"
+                "this checkpoint does not belong here: some examples, read again, are not those of the run. Build the "
+                "dataset as it was: it holds other data, or in another order. If only reading differs, vouch for the "
+                "data with data_fingerprint=…"
             )
 
     @cached_property

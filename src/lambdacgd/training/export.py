@@ -12,7 +12,7 @@ from torch import Tensor
 from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.files import sync_folder
 from lambdacgd.training.card import PUBLIC, write_card
-from lambdacgd.training.checkpoint import write_tensors
+from lambdacgd.training.checkpoint import frozen_names, write_tensors
 from lambdacgd.training.distributed.models import is_sharded, whole_state
 from lambdacgd.training.privatize import Private
 from lambdacgd.verifying import verify
@@ -20,7 +20,7 @@ from lambdacgd.verifying import verify
 WEIGHTS = "model.safetensors"
 
 
-def export(private: Private, path: str | os.PathLike[str]) -> Path:
+def export(private: Private, path: str | os.PathLike[str], *, frozen: bool = True) -> Path:
     """Write the model's weights and their privacy card into a new folder.
 
     The folder holds ``model.safetensors``, ``privacy-card.json`` and ``PRIVACY.md``. With several processes rank 0
@@ -30,6 +30,7 @@ def export(private: Private, path: str | os.PathLike[str]) -> Path:
     Args:
         private: What ``privatize`` returned, attached or detached. Its model may hold an average (``ema.applied()``).
         path: The folder to be made. A release is never overwritten.
+        frozen: Whether to write frozen parameters, too. False makes small releases of adapters.
 
     Returns:
         The folder.
@@ -48,13 +49,18 @@ def export(private: Private, path: str | os.PathLike[str]) -> Path:
     if not isinstance(private, Private):
         raise InvalidInput.of_type("private", private, "what privatize returned, as in lc.export(private, path)")
     target, model, world = Path(path), private.model, private.world
+    left_out = set() if frozen else frozen_names(model)
+
+    def write(weights: dict[str, Tensor]) -> None:
+        _write(target, private, {name: value for name, value in weights.items() if name not in left_out})
+
     if any(is_sharded(p) for p in model.parameters()):
         with world.together("export"):
             private.weights.check()
         weights = whole_state(model, keep=world.first)
-        world.from_first("export", lambda: _write(target, private, weights))
+        world.from_first("export", lambda: write(weights))
     elif world.first:
-        _write(target, private, whole_state(model, keep=True))
+        write(whole_state(model, keep=True))
     return target
 
 

@@ -422,6 +422,8 @@ class Loop:
         """The loader gives the next physical batch to the user."""
         if self.cycle.phase is Phase.IDLE:
             self.clipper.zero()  # what a backward pass outside any batch left behind is not the plan's batch
+            if self.cycle.done % self._steps_per_epoch == 0:
+                self.clipper.begin_epoch()
         self.cycle.hand_out(chunk)
         self.clipper.begin_batch()
         if self.shards is not None:
@@ -441,8 +443,6 @@ class Loop:
         self.cycle.refuse_half_done()
         if self.cycle.phase is not Phase.IDLE:
             self.cycle.phase, self.reading = Phase.IDLE, None
-        for total in self.clipper.sums.values():  # whoever kept a gradient of the step before shares their memory
-            total.zero_()
         self.clipper.zero()
         self.clipper.weigh(None)
 
@@ -450,12 +450,12 @@ class Loop:
 
     def _before_adding(self) -> None:
         """A backward pass is about to write the buffers that p.grad shares with the clipper: noised gradients that the
-        optimizer has not finished with must not become sums without noise.
+        optimizer has not finished with, or that somebody kept, must not become sums without noise.
         """
         if not self.resting:
             self.cycle.refuse_half_done()
             self._refuse_interrupted()  # an earlier batch, or this one twice, could count as many examples
-            self.gradients.stop_sharing()
+            self.clipper.totals.leave()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``optimizer.step()`` was called: where the logical batch is whole, write its noised gradients."""
@@ -497,7 +497,6 @@ class Loop:
             self.drop_batch()  # the sums are spoilt; the loader yields the batch again
             self.broken = _ALONE if self.world.many else None
             raise
-        self.gradients.remember()
         cycle.phase = Phase.NOISED
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -580,7 +579,6 @@ class Gradients:
     def __init__(self, parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
         self._parameters, self._optimizer = parameters, optimizer
         self._clipped = {id(p) for p in parameters.values()}
-        self._shared: dict[str, Tensor] = {}  # what a step put into p.grad, which shares memory with the sums
 
     def check_parameters(self) -> None:
         """The optimizer still holds what it was privatized with, and nothing else that trains."""
@@ -607,24 +605,10 @@ class Gradients:
                 )
             p.grad = None  # zero_grad(set_to_none=False): a zero gradient would still decay weights and move momentum
 
-    def stop_sharing(self) -> None:
-        """The sums' memory is about to be written: a gradient that was not set to None becomes a copy of its own, so
-        that nobody sees or changes sums by way of ``p.grad``.
-        """
-        for name, tensor in self._shared.items():
-            if self._parameters[name].grad is tensor:
-                self._parameters[name].grad = tensor.clone()
-        self._shared = {}
-
-    def remember(self) -> None:
-        """A step has written ``p.grad``: so it stands until ``zero_grad()``."""
-        self._shared = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
-
     def clear(self) -> None:
         """No gradient is left."""
         for p in self._parameters.values():
             p.grad = None
-        self._shared = {}
 
 
 class Weights:

@@ -188,11 +188,11 @@ class Noiser:
             self._step.layout = Layout.of({name: tuple(shape) for name, shape in shapes.items()})
 
     def _identity(self) -> dict[str, Any]:
-        entries = None if self.layout is None else self.layout.entries
+        layout = self.layout
         return {
             "plan": self.plan.digest,
-            "layout": None if self.layout is None else self.layout.digest,
-            "shapes": None if entries is None else {entry.name: list(entry.shape) for entry in entries},
+            "layout": layout and layout.digest,
+            "shapes": layout and {entry.name: list(entry.shape) for entry in layout.entries},
             "noise": NOISE_FORMAT,
             "max_grad_norm": self.max_grad_norm,
             "examples": self.plan.examples,

@@ -117,7 +117,7 @@ def privatize(
     world = World.of(process_group)
     with contextlib.ExitStack() as undo:  # gives model and optimizer back, unless all goes well
         with world.together("privatize"):
-            check_plan(plan, stacklevel=3)
+            check_plan(plan)
             given, model = model, models.unwrap(model, world)
             optimizer = _bare(optimizer)
             _check_model_and_optimizer(model, optimizer)
@@ -157,7 +157,7 @@ def privatize(
             layout = Layout.of({name: tuple(p.shape) for name, p in clipper.parameters.items()})
             step = PrivateStep(plan, run, layout, max_grad_norm=max_grad_norm, shards=shards)
             private = Private(model, optimizer, clipper, step, undo)
-            private.dataset, private.history = dataset, history
+            private.dataset, private.history, private.extra = dataset, history, {}
             # With several ranks this process reads a few examples in any case, to compare them.
             readable = data_fingerprint is None and (world.many or not num_workers)
             private.sample = Sample(dataset, readable=readable)
@@ -180,7 +180,7 @@ def privatize(
                 pad_batches=pad_batches,
                 views=views,
                 num_workers=num_workers,
-                collate_fn=None if collate_fn is None else KeepsApart(collate_fn),
+                collate_fn=None if collate_fn is None else KeepsApart(collate_fn, in_order=views * pad_batches > 1),
                 pin_memory=pin_memory,
                 prefetch_factor=prefetch_factor,
                 worker_init_fn=worker_init_fn,
@@ -202,6 +202,7 @@ class Private(Loop):
         optimizer: The user's optimizer.
         dataset: The examples, by index.
         loader: Iterates the remaining batches of the run.
+        extra: What was given as ``extra`` to the ``save`` whose checkpoint this run went on from; at first empty.
         after_step: Functions that are called after every logical step.
 
     The other attributes are for checkpoints and integrations of this package.
@@ -217,6 +218,7 @@ class Private(Loop):
 
     dataset: Any
     loader: Loader
+    extra: dict[str, Any]
     sample: Sample
     #: What is fixed for a run: the same on every rank, and for whoever goes on from a checkpoint.
     settings: Mapping[str, Any]
@@ -316,7 +318,7 @@ class Private(Loop):
     def check_loss(
         self, loss: Callable[[nn.Module, Any], Tensor], items: Sequence[Any], collate: Callable[[list[Any]], Any]
     ) -> None:
-        """See whether the training loss adds examples up as declared; the card then says that it was looked at.
+        """See whether the training loss adds examples up as declared; the card then says so, if it could be seen.
 
         ``privatize(…, loss=loss)`` does it with examples of the dataset. Nothing is trained or added.
 
@@ -329,8 +331,7 @@ class Private(Loop):
             ClippingError: The loss of an example depends on others of its batch, or ``loss_reduction`` does not
                 describe the loss.
         """
-        self.clipper.check_loss(loss, items, collate)
-        self.loss_checked = True
+        self.loss_checked = self.clipper.check_loss(loss, items, collate)
 
     # --- what goes along with a run ----------------------------------------------------------------------------------
 
@@ -403,20 +404,22 @@ class Private(Loop):
         """
         return checkpoint.load(self, path)
 
-    def resume(self, path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    def resume(self, path: str | os.PathLike[str]) -> bool:
         """``load`` if there is a checkpoint, else nothing: for jobs that may be started again at any time.
 
         Args:
             path: What was given to ``save``.
 
         Returns:
-            What was given as ``extra``; None if there is no checkpoint.
+            Whether there was one; ``private.extra`` then holds what was given as ``extra``.
 
         Raises:
             CheckpointError: As for ``load``.
         """
         exists = self.world.from_first("looking for a checkpoint", lambda: checkpoint.exists(self, path))
-        return self.load(path) if exists else None
+        if exists:
+            self.load(path)
+        return exists
 
     def detach(self) -> None:
         """Give back a plain model and optimizer. A logical batch under way is dropped."""

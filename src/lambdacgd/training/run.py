@@ -168,9 +168,9 @@ class Run:
         older = newest is None or (last is not None and newest.step < last.step)
         if newest != last and (detached or not older):
             raise LedgerError(
-                f"another process went on with run {self.id} and released weights, so the noise of these weights has "
-                "served other sums: throw them away, and load the run's newest checkpoint. If this run was not "
-                "detached, its lock did not hold (a network file system, or a cleaner that removes lock files)"
+                f"another process went on with run {self.id}, so the noise of these weights has served other sums: "
+                "load the run's newest checkpoint. Unless this run was detached, its lock failed (a network file "
+                "system, a cleaner of files)"
             )
 
     def _hold(self, ledger: Ledger, run_id: str, held: contextlib.ExitStack, patience: float | None = None) -> None:

@@ -12,8 +12,8 @@ step (`captured`), `Noiser`, and, by way of the loop, the integrations.
 
 from __future__ import annotations
 
+import contextlib
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -55,6 +55,8 @@ class PrivateStep:
         self._reduces = run.world.many and shards is None  # sums of sharded models are reduced in the backward pass
         self._offsets = None if shards is None else shards.offsets  # where each shard begins in the noise field
         self._divisor = plan.batch_size
+        # Whether a step can be done again on the same sums: others have not received them, and noise has no buffers.
+        self._repeats = not run.world.many and plan.sigma > 0 and plan.mechanism.regenerates(plan.block.steps)
         self._noise: RegeneratedNoise | BufferedNoise | None = None
 
     def batches(self, start: int) -> Iterator[NDArray[np.int64]]:
@@ -68,11 +70,21 @@ class PrivateStep:
         With ``check`` it waits for the device and raises ``NonFiniteSum`` before the weights change. Without, ``step``
         may be an int64 tensor of one element on CUDA, for graphs.
         """
-        sums = clipper.take()  # Σ_i clip(g_i, ζ)
+        late = check and self._repeats  # the host waits once, behind all that it has to queue
+        if not late:
+            clipper.settle()
+        sums = clipper.gathered()  # Σ_i clip(g_i, ζ)
         if self._reduces:
             all_reduce_(sums, int(step), self.run.world)  # over all processes
-        self.add_noise_(sums, step, check=check)  # + ζσ · (C⁻¹z)_t
+        self.add_noise_(sums, step, check=check and not late)  # + ζσ · (C⁻¹z)_t
         self.write(clipper.parameters, sums)  # p.grad = sums / plan.batch_size
+        if late and not clipper.settle():  # the sums are formed again, and nobody has seen the first ones
+            with contextlib.suppress(NonFiniteSum):
+                self.noise.check()
+            return self(clipper, step)
+        if late:
+            self.noise.check()
+        clipper.zero()
 
     def add_noise_(self, sums: Mapping[str, Tensor], step: int | Tensor, *, check: bool = True) -> None:
         """Add the plan's noise of this step, ζσ · (C⁻¹z)_t, to the sums in place."""
@@ -91,7 +103,9 @@ class PrivateStep:
         for name, p in parameters.items():
             sharded = self.shards is not None and is_sharded(p)
             own = local(p) if sharded else p
-            gradient = sums[name].data.to(device=own.device, dtype=own.dtype)
+            gradient = sums[name].data
+            if gradient.dtype != own.dtype or gradient.device != own.device:
+                gradient = gradient.to(device=own.device, dtype=own.dtype)
             if gradient.stride() != own.stride():  # channels_last: fused optimizers walk both through memory together
                 gradient = torch.empty_like(own.detach()).copy_(gradient)
             p.grad = dtensor_like(gradient, p) if sharded else gradient
@@ -136,8 +150,8 @@ def check_is_plan(plan: Any) -> None:
         raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
 
 
-def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
-    """Refuse what is no plan, a changed one, or one of an earlier release that claims less; warn where δ > 1/N."""
+def check_plan(plan: Any) -> None:
+    """Refuse what is no plan, a changed one, or one of an earlier release that claims less."""
     check_is_plan(plan)
     plan.check()
     aside = plan.certificate.details.get("floating_point")
@@ -145,11 +159,6 @@ def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
     if plan.certificate.kind != "bound" or not covered:
         old = "It is of an earlier release: its σ is an estimate that claims nothing, or it sets no ε and δ aside"
         raise InvalidInput("plan", f"{old} for floating point. Make it again with lc.plan.")
-    if plan.delta * plan.examples > 1 and plan.epsilon < math.inf:
-        high = f"δ = {plan.delta:g} is above 1/N = {1 / plan.examples:.2g}"
-        warnings.warn(
-            f"{high}: it allows publishing an example outright. Plan with a smaller one", stacklevel=stacklevel
-        )
 
 
 def floating_point_of(plan: Plan, parameters: int) -> FloatingPointCost | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -231,6 +232,7 @@ CHAINS = [
     pytest.param(Chain(0.9, 60, 4, 1.2, 0.0), id="stationary continuation"),
     pytest.param(Chain(0.9, 60, 4, 1.2, 0.6), id="between"),
     pytest.param(normalized_chain(0.95, 60, 1, 1.1), id="normalised, one epoch"),
+    pytest.param(replace(normalized_chain(0.95, 60, 1, 1.1), nugget=0.3), id="runs with a nugget"),
     pytest.param(normalized_chain(0.98, 12, 3, 2.5), id="normalised, short epochs"),
 ]
 

@@ -172,10 +172,9 @@ def go_on(kind: str, folder: str, bins: str) -> Any:
     private, model, chosen = bound(kind, folder, seed=99, bins=bins)
     with torch.no_grad():
         model(data().tensors[0][:2])  # a sharded root keeps its gathered parameters after this: they must not survive
-    extra = private.resume(Path(folder) / "checkpoint")
-    assert extra is not None
-    assert extra["note"] == "mine"
-    assert torch.equal(extra["tensor"], torch.arange(3))
+    assert private.resume(Path(folder) / "checkpoint")
+    assert private.extra["note"] == "mine"
+    assert torch.equal(private.extra["tensor"], torch.arange(3))
     start = private.steps_taken
     loop(private, model, chosen)
     found = start, *ends(private, model)

@@ -110,7 +110,7 @@ def life_of_a_folder(where: str) -> None:
     first = dist.get_rank() == 0
     path = folder / "checkpoint"
     private, model, optimizer = jobs.bound("fsdp", where)
-    assert private.resume(path) is None
+    assert private.resume(path) is False
     batches = iter(private.loader)
 
     def step() -> None:
@@ -170,7 +170,8 @@ def life_of_a_folder(where: str) -> None:
         (path / "step-00000002").rename(path / f".step-00000002.{run}.draft")
         shutil.copytree(folder / "copy" / "step-00000001", path / f".step-00000003.{run}.draft")
     dist.barrier()
-    assert private.resume(path) == {}
+    assert private.resume(path) is True
+    assert private.extra == {}
     assert private.steps_taken == 2
     assert [p.name for p in path.iterdir()] == ["step-00000002"]
     weights = jobs.weights(model)

@@ -35,7 +35,7 @@ SAYS = {
     "invalid_on_one_rank": ("failed on rank 1", "max_grad_norm"),
     "optimizer_before_sharding": ("then make the optimizer",) * 2,
     "sharding_after_privatize": ("fully_shard was called after privatize",) * 2,
-    "sharding_columns": ("must shard dimension 0",) * 2,
+    "sharding_columns": ("Shard dimension 0 alone",) * 2,
     "static_graph": ("Leave them out",) * 2,
     "static_graph_after_privatize": ("Leave them out",) * 2,
     "wrapped_part": ("Wrap the whole model",) * 2,

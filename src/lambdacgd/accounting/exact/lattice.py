@@ -53,8 +53,8 @@ class Chain:
     says what follows the last step: 1 nothing (the true Gram matrix of λCGD), 0 a stationary continuation (G_ext, which
     dominates it), values between lie between. Each of the ``bins`` sites may hold ``repeat`` bins (Lemma 8b).
 
-    ``runs`` (one epoch, no nugget): bins of Var(u) = 1 whose correlation changes along the epoch (Lemma 1c). A run of
-    ``count`` bins has a number r; the correlation of two neighbours is the geometric mean of theirs, and ``lam`` is the
+    ``runs`` (one epoch): bins of Var(u) = 1 whose correlation changes along the epoch (Lemma 1c). A run of ``count``
+    bins has a number r; the correlation of two neighbours is the geometric mean of theirs, and ``lam`` is the
     largest r. ``amplitudes`` (no nugget): one number a_j a bin, X_j = √gain·a_j·u_j − Var(X_j)/2 (Lemma 7c).
     """
 
@@ -145,7 +145,8 @@ class Chain:
     def mean_loss(self) -> tuple[float, float]:
         """Mean and variance of (1/b) Σ_j X_j, a Gaussian."""
         if self.runs:
-            return -self.gain / 2, self.gain * self._mean_correlation
+            spread = self.gain * self._mean_correlation
+            return -(self.gain + self.nugget) / 2, spread + self.nugget / self.bins
         if self.amplitudes:
             dense = self.gram()
             return -float(np.diag(dense).mean()) / 2, float(dense.mean())
@@ -196,14 +197,20 @@ class Chain:
         """Cov(X) as a dense matrix, for references and tests."""
         j = np.arange(self.bins)
         if self.runs:
-            r = np.log(np.repeat([r for _, r in self.runs], [count for count, _ in self.runs]))
-            logs = np.append(0.0, np.cumsum(0.5 * (r[1:] + r[:-1])))
-            return np.asarray(self.gain * np.exp(-np.abs(logs[:, None] - logs[None])))
+            logs = log_correlations(self.runs)
+            chain = self.gain * np.exp(-np.abs(logs[:, None] - logs[None]))
+            return np.asarray(chain + self.nugget * np.eye(self.bins))
         h = self.end_effect(j)
         chain = self.gain * (self.covariance(np.abs(j[:, None] - j[None])) - self.tail * np.outer(h, h))
         if self.amplitudes:
             chain = chain * np.outer(self.amplitudes, self.amplitudes)
         return np.asarray(chain + self.nugget * np.eye(self.bins))
+
+
+def log_correlations(runs: tuple[tuple[int, float], ...]) -> Array:
+    """log Corr(u_0, u_j) of a chain of runs; bins i < j correlate by e to the power of the difference of theirs."""
+    r = np.log(np.repeat([r for _, r in runs], [count for count, _ in runs]))
+    return np.append(0.0, np.cumsum(0.5 * (r[1:] + r[:-1])))
 
 
 def plain_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
@@ -215,12 +222,14 @@ def plain_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
 class Columns:
     """⟨C_s, C_t⟩ = chain·(λ^{|s−t|} − tail·λ^{2n−s−t}) + nugget·[s = t] for steps s, t = 0 … n−1.
 
-    ``tail`` = 0 are columns that do not feel the last step. The λ is its accountant's.
+    ``tail`` = 0 are columns that do not feel the last step. The λ is its accountant's. With ``runs``, of one epoch, the
+    correlations of the chain are theirs in place of λ^{|s−t|}, and λ is the largest (see ``Chain``).
     """
 
     chain: float = 1.0
     nugget: float = 0.0
     tail: float = 0.0
+    runs: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         positive = self.chain >= 0 and self.nugget >= 0 and 0 < self.chain + self.nugget < math.inf
@@ -238,7 +247,12 @@ class Columns:
         """Their chain at noise σ."""
         if lam == 0:
             return Chain(0.0, bins, epochs, epochs * (self.chain + self.nugget) / sigma**2, 0.0)
-        return Chain(lam, bins, epochs, epochs * self.chain / sigma**2, self.tail, epochs * self.nugget / sigma**2)
+        gain, nugget = epochs * self.chain / sigma**2, epochs * self.nugget / sigma**2
+        if self.runs:
+            largest, all_bins = max(r for _, r in self.runs), sum(count for count, _ in self.runs)
+            if (lam, bins, epochs) != (largest, all_bins, 1) or self.tail:
+                raise AccountingError(f"these columns are of one epoch of {all_bins} steps, without a tail; {REPORT}")
+        return Chain(lam, bins, epochs, gain, self.tail, nugget, runs=self.runs)
 
 
 def normalized_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
@@ -284,8 +298,16 @@ MOST_RUNS = 32  #: the most runs, each of which has its own kernel and table
 
 @lru_cache(maxsize=64)
 def normalized_runs(lam: float, bins: int) -> tuple[tuple[int, float], ...]:
-    """Numbers r_j with r_j r_{j+1} ≥ ρ_j², constant over as few runs of bins as ``RUNS_LOSS`` allows (Lemma 1c)."""
-    rho = _falling_correlations(lam, bins, bins - 1)
+    """The runs of normalised λCGD."""
+    return falling_runs(_falling_correlations(lam, bins, bins - 1))
+
+
+def falling_runs(rho: Array) -> tuple[tuple[int, float], ...]:
+    """Numbers r_j with r_j r_{j+1} ≥ ρ_j², constant over as few runs of bins as ``RUNS_LOSS`` allows (Lemma 1c).
+
+    ``rho`` holds ρ_0, ρ_1, …, each at most the one before it.
+    """
+    bins = len(rho) + 1
     # A bin's correlations with all others add up to about twice this, so that is what rounding ρ up should not move.
     sums = 1 / (1 - np.append(rho, 0.0))
     total = np.append(0.0, np.cumsum(sums))

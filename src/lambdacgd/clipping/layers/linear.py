@@ -21,7 +21,7 @@ from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.backward import ColumnSum, Outer, Record, Stored, direct, in_chunks, outer, same_type
 from lambdacgd.clipping.bounds import without_autocast
 from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, detached, fused_tap, register, tap
-from lambdacgd.torch_private import foreach_copy_, own_parameters, repeated_padding
+from lambdacgd.torch_private import foreach_copy_, own_parameters, repeated_padding, unflatten, unsafe_view
 
 # --- Linear -----------------------------------------------------------------------------------------------------------
 
@@ -49,22 +49,22 @@ def linear_records(
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """``F.linear`` whose backward gives the input's gradient and delivers (input, output gradient)."""
-    kind, bias = x.dtype, detached(bias)
+    kind, low, forward_pass = x.dtype, autocast_dtype(x), call.layer.forward_pass
+    ready = None if low is None else forward_pass.cast_weights.get(call.layer)
+    if ready is not None and ready[0].dtype == low:
+        weight, bias = ready
+    else:
+        weight, bias = weight.detach(), detached(bias)
+        if low is not None:
+            weight, bias = weight.to(low), None if bias is None else bias.to(low)
 
     def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        low, shift, forward_pass = autocast_dtype(x), bias, call.layer.forward_pass
         if low is not None:
-            ready = forward_pass.cast_weights.get(call.layer)
             x = forward_pass.cast_input(x, low)
-            if ready is not None and ready[0].dtype == low:
-                weight, shift = ready
-            else:
-                weight, shift = weight.to(low), None if shift is None else shift.to(low)
-        if x.dim() <= 2 or shift is None:
-            return F.linear(x, weight, shift), x, weight
-        y = x.new_empty(*x.shape[:-1], weight.shape[0])  # F.linear would return a view here: see Tap
-        torch.addmm(shift, x.reshape(-1, x.shape[-1]), weight.t(), out=y.view(-1, weight.shape[0]))
-        return y, x, weight
+        if x.dim() <= 2 or bias is None:
+            return F.linear(x, weight, bias), x, weight
+        y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t())
+        return unsafe_view(y, (*x.shape[:-1], y.shape[1])), x, weight  # F.linear would return a view here: see Tap
 
     def backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         below: Tensor = without_autocast(torch.matmul, gradient, weight)
@@ -101,18 +101,21 @@ def cast_weights(linears: list[Layer]) -> dict[Layer, tuple[Tensor, Tensor | Non
 
     Made anew in every forward pass, as autocast does, since the backward pass needs the values of its own forward pass.
     """
-    if not torch.is_autocast_enabled("cuda") or not linears:
+    if not torch.is_autocast_enabled(gpu.DEVICE) or not linears:
         return {}
-    low = torch.get_autocast_dtype("cuda")
-    modules: list[nn.Linear] = [layer.module for layer in linears]  # type: ignore[misc]
-    whole: list[Tensor] = [p for m in modules for p in (m.weight, m.bias) if p is not None]
+    low = torch.get_autocast_dtype(gpu.DEVICE)
+    own = [own_parameters(layer.module) for layer in linears]
+    whole: list[Tensor] = [p for slots in own for p in (slots["weight"], slots["bias"]) if p is not None]
     whole.sort(key=lambda p: p.numel() % 8 != 0)  # odd sizes last: the others stay aligned
     flat = torch.empty(sum(p.numel() for p in whole), dtype=low, device=whole[0].device)
-    parts = [part.view(p.shape) for p, part in zip(whole, flat.split([p.numel() for p in whole]), strict=True)]
     with torch.no_grad():
+        parts = unflatten(flat, whole)
         foreach_copy_(parts, whole)
-    cast = {id(p): part for p, part in zip(whole, parts, strict=True)}
-    return {layer: (cast[id(m.weight)], cast.get(id(m.bias))) for layer, m in zip(linears, modules, strict=True)}
+    cast = dict(zip(map(id, whole), parts, strict=True))
+    return {
+        layer: (cast[id(slots["weight"])], cast.get(id(slots["bias"])))
+        for layer, slots in zip(linears, own, strict=True)
+    }
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------
@@ -132,18 +135,16 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
     """Record for a weight [response channels, image channels / groups, *kernel] used on patches of ``image``."""
     groups, kernel = geometry["groups"], geometry["kernel"]
     out = tuple(response.shape[2:])
-    image = pad_to_fit(image, geometry, out)
     inner = shape.numel() // shape[0]
     examples, outer, positions = response.shape[0], response.shape[1], math.prod(out)
     sizes = (examples, positions, inner, outer)
-    one_by_one = all(k == 1 for k in kernel) and all(s == 1 for s in geometry["stride"]) and image.shape[2:] == out
-    on_gpu = image.device.type == gpu.DEVICE
-    if on_gpu and groups == 1 and not one_by_one and direct(sizes, patches=True):
+    one_by_one = all(step == 1 for step in (*kernel, *geometry["stride"]))
+    if image.device.type == gpu.DEVICE and groups == 1 and not one_by_one and direct(sizes, patches=True):
         formed = gpu.patch_gradients(image, response, geometry)
         if formed is not None:
             return Stored(name, formed[0], formed[1])
-    response = response.flatten(2)
-    if one_by_one and groups == 1:
+    image, response = pad_to_fit(image, geometry, out), response.flatten(2)
+    if one_by_one and groups == 1 and image.shape[2:] == out:
         return Outer(name, image.flatten(2).transpose(1, 2), response.transpose(1, 2), shape)
     image, spatial = image.contiguous(), len(kernel)
     strides = image.stride()[2:]

@@ -62,7 +62,7 @@ def layer_norm(layer: Layer, input: Tensor) -> Tensor:
     if not _is_ready(m, x):
         normalise = partial(F.layer_norm, normalized_shape=m.normalized_shape, eps=m.eps)
         return tap(layer, layer.hidden(input), partial(recorder, normalise=normalise), input)
-    shape, bias, eps = m.normalized_shape, detached(m.bias), m.eps
+    weight, bias, shape, eps = m.weight.detach(), detached(m.bias), m.normalized_shape, m.eps
 
     def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
@@ -72,8 +72,8 @@ def layer_norm(layer: Layer, input: Tensor) -> Tensor:
         given = (gradient, x, shape, mean, rstd, weight, bias, (True, False, False))
         return torch.ops.aten.native_layer_norm_backward.default(*given)[0]
 
-    recorder = partial(recorder, normalise=_standardised, kernel=partial(gpu.layer_norm_sums, size=m.weight.numel()))
-    return fused_tap(x, m.weight, forward, backward, Call(layer, recorder))
+    recorder = partial(recorder, normalise=_standardised, kernel=partial(gpu.layer_norm_sums, size=weight.numel()))
+    return fused_tap(x, weight, forward, backward, Call(layer, recorder))
 
 
 def _standardised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
@@ -128,7 +128,8 @@ def group_norm(layer: Layer, input: Tensor) -> Tensor:
     if not _is_ready(m, x) or not x.is_contiguous():
         normalise = partial(F.group_norm, num_groups=groups, eps=m.eps)
         return tap(layer, layer.hidden(input), partial(recorder, normalise=normalise), input)
-    bias, eps, sizes = detached(m.bias), m.eps, (x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups)
+    weight, bias, eps = m.weight.detach(), detached(m.bias), m.eps
+    sizes = (x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups)
 
     def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         y, mean, rstd = torch.ops.aten.native_group_norm.default(x, weight, bias, *sizes, eps)
@@ -139,7 +140,7 @@ def group_norm(layer: Layer, input: Tensor) -> Tensor:
         return torch.ops.aten.native_group_norm_backward.default(*given)[0]
 
     recorder = partial(recorder, normalise=_standardised_by_group, kernel=gpu.group_norm_sums)
-    return fused_tap(x, m.weight, forward, backward, Call(layer, recorder))
+    return fused_tap(x, weight, forward, backward, Call(layer, recorder))
 
 
 def _standardised_by_group(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:

@@ -125,8 +125,8 @@ def place_of(name: str, p: Any) -> Place:
     if p.device_mesh.ndim != 1 or not p.placements[0].is_shard(0):
         raise InvalidInput(
             "model",
-            f"Parameter {name!r} is placed as {', '.join(map(str, p.placements))}. fully_shard must shard dimension 0 "
-            "over a mesh of one dimension: leave HSDP, tensor parallelism and shard_placement_fn out.",
+            f"Parameter {name!r} is placed as {', '.join(map(str, p.placements))}. Shard dimension 0 alone: without "
+            "HSDP, tensor parallelism and shard_placement_fn.",
         )
     place = Place(name, tuple(p.shape), accumulator(p.dtype), p.device_mesh.get_local_rank(), p.device_mesh.size())
     if tuple(local(p).shape) != place.local_shape:

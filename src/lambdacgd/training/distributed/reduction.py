@@ -20,6 +20,7 @@ from torch import distributed as dist
 
 from lambdacgd import torch_private
 from lambdacgd.clipping import Record, Totals, accumulator, compute_device
+from lambdacgd.clipping.backward import holders
 from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.training.distributed.models import Place, fsdp_modules, is_sharded, place_of
 from lambdacgd.training.distributed.world import World
@@ -144,7 +145,7 @@ class ShardedTotals(Totals):
         else:
             self._form(record, factor, keep)
 
-    def finish(self) -> None:
+    def finish(self, keep: Tensor | None) -> None:
         """Form and reduce all sums, if the logical batch is whole. Every rank goes through the groups in one order."""
         if not self._reduces:
             return
@@ -160,6 +161,11 @@ class ShardedTotals(Totals):
             check_tag(received, self._step, self._world.size)
         self._reduce_apart()
         self.failed = False
+
+    def leave(self) -> None:
+        for group in self._groups if not self.filled else ():
+            if holders(group.received) > 1:
+                group.received = torch.zeros_like(group.received)
 
     def clear(self) -> None:
         super().clear()

@@ -553,6 +553,29 @@ def test_a_buffer_that_no_probe_sees_written(when: str) -> None:
         step(model, torch.randn(16, 4))
 
 
+def test_counts_of_examples_in_passes_without_gradients_are_refused() -> None:
+    """How often each entry of a codebook was chosen, while somebody evaluates: an export would hold it."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = m.last(m.first(x))
+        if not torch.is_grad_enabled():
+            m.seen += 1
+            if m.calls % 2:
+                m.usage += torch.bincount(h.argmax(1), minlength=3)
+        return h  # type: ignore[no-any-return]
+
+    model: Any = Net(run)
+    model.register_buffer("usage", torch.zeros(3, dtype=torch.long))
+    attach(model)
+    step(model, torch.randn(6, 4))
+    model.calls = 1
+    with torch.no_grad():
+        model(torch.randn(6, 4))
+    assert model.seen == 1, "a counter"
+    with pytest.raises(ClippingError, match="buffer 'usage'"), torch.no_grad():
+        model(torch.randn(6, 4))
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_table_that_is_renormalised_where_it_is_read(frozen: bool) -> None:
     model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Linear(4, 3))

@@ -82,6 +82,7 @@ def test_embedding_options_that_depend_on_the_batch(options: dict[str, Any]) -> 
 def test_bad_arguments() -> None:
     for options in (
         {"max_grad_norm": 0},
+        {"max_grad_norm": 1e-24},
         {"max_grad_norm": math.nan},
         {"loss_reduction": "avg"},
         {"mode": "x"},

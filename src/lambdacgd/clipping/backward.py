@@ -356,8 +356,10 @@ class BackwardPass:
         for name, given, kind in (("loss_reduction", loss_reduction, LossReduction), ("mode", mode, Mode)):
             if given not in get_args(kind):
                 raise ClippingError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, not {given!r}.")
-        if isinstance(max_grad_norm, bool) or not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
-            raise ClippingError(f"max_grad_norm must be a positive number (or math.inf), not {max_grad_norm!r}.")
+        plain = isinstance(max_grad_norm, (int, float)) and not isinstance(max_grad_norm, bool)
+        if not (plain and max_grad_norm > bounds.SMALLEST_CLIP):
+            least = f"a number above {bounds.SMALLEST_CLIP:g} (or math.inf)"
+            raise ClippingError(f"max_grad_norm must be {least}, not {max_grad_norm!r}.")
         if mode == "automatic" and math.isinf(max_grad_norm):
             raise ClippingError("mode='automatic' scales every gradient to max_grad_norm, which must be finite.")
         self.parameters, self.loss_reduction, self.mode, self.views = parameters, loss_reduction, mode, 1

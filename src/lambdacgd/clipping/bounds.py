@@ -43,6 +43,9 @@ Mode = Literal["flat", "per-layer", "automatic"]
 #: AUTO-S of Bu et al. (2022): g_i / (‖g_i‖ + 0.01), times ζ. Any positive constant keeps the norm below ζ.
 AUTOMATIC_STABILITY = 0.01
 
+#: ζ lies above it: at 1e-24 what is clipped becomes so small that float32 loses digits (1.09 ζ was measured).
+SMALLEST_CLIP = 1e-12
+
 _LOW = (torch.bfloat16, torch.float16)
 _PIECE = 1 << 10
 

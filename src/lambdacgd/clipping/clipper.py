@@ -394,7 +394,9 @@ class Watch:
             if not quiet:
                 self._unseen[name, quiet] += 1
                 self._due = True  # to be compared in the next forward pass
-            elif held is not None and held.is_floating_point():  # counters tell nothing about examples
+            elif held is not None and (
+                held.is_floating_point() or held.numel() > 1
+            ):  # a counter of passes tells nothing
                 self._unseen[name, quiet] = _UNSEEN
         self._refuse_unseen()
 

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import default_collate
 
 from lambdacgd import clipping
-from lambdacgd.clipping import LossReduction, Mode, Replaced
+from lambdacgd.clipping import SMALLEST_CLIP, LossReduction, Mode, Replaced
 from lambdacgd.errors import InvalidInput, NotPrivateWarning, TrainingError, integer, number
 from lambdacgd.keys import SecretKey
 from lambdacgd.noise import Layout
@@ -122,7 +122,12 @@ def privatize(
             optimizer = _bare(optimizer)
             _check_model_and_optimizer(model, optimizer)
             check_dataset(dataset, plan)
-            number("max_grad_norm", max_grad_norm, above=0, include=(math.inf,) if math.isinf(plan.epsilon) else ())
+            number(
+                "max_grad_norm",
+                max_grad_norm,
+                above=SMALLEST_CLIP,
+                include=(math.inf,) if math.isinf(plan.epsilon) else (),
+            )
             integer("max_physical_batch_size", 1 if max_physical_batch_size is None else max_physical_batch_size)
             integer("num_workers", num_workers, minimum=0)
             integer("pad_batches", pad_batches)

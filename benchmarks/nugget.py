@@ -50,7 +50,7 @@ OTHERS: list[tuple[int, int, float, lc.Mechanism]] = [
 
 def without_nugget(mechanism: lc.Mechanism, b: int, k: int, epsilon: float, delta: float) -> FreshBins:
     """The chain of the smallest E W² that lies above G in every entry."""
-    inner = _Inner(mechanism, b)
+    inner = _Inner(mechanism, lc.Horizon(b, 1))
     goal = _Goal(inner, gaussian_sigma(epsilon, delta) ** -2 / k)
     choices = []
     for lam in 1.0 - np.geomspace(1.0, 0.003, 60)[1:]:
@@ -185,6 +185,8 @@ def against_quadrature(count: int, seed: int = 0) -> list[dict[str, Any]]:
             else:
                 mechanism = lc.BandInvMF(b, coefficients=(1.0, *tail), normalized=kind != "inverse bands")
             found = dominating(mechanism, lc.Horizon(b, 1), epsilon=float(rng.uniform(0.3, 8)), delta=1e-4)
+        if found.columns.shared:  # tests/accounting/test_dominating.py has these
+            continue
         sums = dense_strategy(mechanism, lc.Horizon(b, k)).reshape(b * k, k, b).sum(axis=1)
         gram = np.asarray(sums.T @ sums)
         sigma = math.sqrt(gram.max()) * float(rng.uniform(0.5, 1.5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -157,20 +158,23 @@ def splits(difference: Array) -> bool:
 @pytest.mark.parametrize("mechanism", OTHERS, ids=str)
 @pytest.mark.parametrize("epsilon", [8.0, 0.5])
 @pytest.mark.parametrize("fit", ["best", "_by_entries", "_by_cosines", "_by_norm"])
-def test_what_dominates_is_larger_in_both_orders_together(mechanism: lc.Mechanism, epsilon: float, fit: str) -> None:
-    block = lc.Horizon(20, 1)
+@pytest.mark.parametrize("k", [1, 3])
+def test_what_dominates_is_larger_in_both_orders_together(
+    mechanism: lc.Mechanism, epsilon: float, fit: str, k: int
+) -> None:
+    block = lc.Horizon(20, k)
     resolved = mechanism.resolve(block)
-    strategy = np.abs(dense_strategy(resolved, block))
+    sums = np.abs(dense_strategy(resolved, block)).reshape(20 * k, k, 20).sum(axis=1)
     if fit == "best":
-        found = dominating(resolved, lc.Horizon(20, 4), epsilon=epsilon, delta=1e-5)
-    elif resolved.column_scales(20) is not None and fit != "_by_entries":
+        found = dominating(resolved, lc.Horizon(20, 4 if k == 1 else k), epsilon=epsilon, delta=1e-5, restarts=k == 1)
+    elif resolved.column_scales(20 * k) is not None and fit != "_by_entries":
         pytest.skip("for Toeplitz C")
     else:
-        inner = domination._Inner(resolved, 20)
+        inner = domination._Inner(resolved, block)
         found = getattr(domination, fit)(inner, domination._Goal(inner, 0.3 / epsilon))
-    chain = found.columns.over(found.lam, 20, 1, 1.0)
+    chain = replace(found.columns, shared=0.0).over(found.lam, 20, k, 1.0)
     above = chain.gram() if found.lam else chain.gain * np.eye(20)
-    assert splits(above - strategy.T @ strategy)
+    assert splits(above + k**2 * found.columns.shared - sums.T @ sums)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -181,9 +185,26 @@ def test_random_mechanisms_are_never_certified_below_quadrature(seed: int) -> No
     sigma, epsilon = float(rng.uniform(0.7, 1.4)), float(rng.uniform(0.3, 2.0))
     truth = quadrature(folded(mechanism, b, 1), sigma, epsilon, step={2: 0.01, 3: 0.03, 4: 0.1}[b])
     found = dominating(mechanism, lc.Horizon(b, 1), epsilon=epsilon, delta=1e-4)
-    bound = TransferMatrix(found.lam, b, 1, columns=found.columns).delta(sigma, epsilon)
+    bound = FreshBins(found.lam, b, 1, columns=found.columns).delta(sigma, epsilon)
     assert bound.delta_remove >= truth[0]
     assert bound.delta_add >= truth[1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_all_bins_share_is_never_certified_below_quadrature(seed: int) -> None:
+    """Lemma 9b, both directions, bins kept over 1 to 3 epochs."""
+    rng = np.random.default_rng(seed)
+    b, k = int(rng.integers(2, 5)), int(rng.integers(1, 4))
+    lam, sigma, epsilon = rng.uniform(0.3, 0.95), float(rng.uniform(0.8, 2.0)) * k**0.5, float(rng.uniform(0.3, 3.0))
+    columns = Columns(*rng.uniform(0.05, 1.0, 2), float(rng.uniform(0, 1)), float(rng.uniform(0.02, 0.6)) / k)
+    gram = replace(columns, shared=0.0).over(lam, b, k, 1.0).gram() + k**2 * columns.shared
+    truth = quadrature(gram, sigma, epsilon, step={2: 0.01, 3: 0.03, 4: 0.1}[b])
+    bound = FreshBins(lam, b, 1, columns=columns, kept=k).delta(sigma, epsilon)
+    for value, true in zip((bound.delta_remove, bound.delta_add), truth, strict=True):
+        assert true * (1 - 1e-7) <= value
+    assert bound.delta <= max(truth) * 1.05  # 4% where δ is 3e-10, less where it is larger
+    with pytest.raises(AccountingError, match="compose"):
+        TransferMatrix(lam, b, k, columns=columns).delta(sigma, epsilon)
 
 
 def test_composed_it_meets_simulation() -> None:

@@ -71,11 +71,11 @@ STORED = [
     (lc.LambdaCGD(0.7), fresh(30, 1), 2.0, 1e-05, 1.4134, "transfer-matrix"),
     (lc.LambdaCGD(0.7), fresh(1, 9), 1.0, 1e-06, 12.674036680654746, "transfer-matrix-composed"),
     (lc.BISR(3), fresh(8, 2), 2.0, 0.0001, 1.8975, "transfer-matrix-composed"),
-    (lc.BandInvMF(3), fresh(8, 3), 4.0, 0.0001, 1.293, "transfer-matrix-composed"),
+    (lc.BandInvMF(3), fresh(8, 3), 4.0, 0.0001, 1.292, "transfer-matrix-composed"),
     (lc.BSR(3), fresh(6, 2), 1.0, 0.001, 2.678, "transfer-matrix-composed"),
-    (lc.BISR(4), fixed(20, 3), 3.0, 0.0001, 1.6908, "transfer-matrix"),
-    (lc.BSR(4), fixed(10, 2), 1.0, 0.001, 2.621, "transfer-matrix"),
-    (lc.LambdaCGD(0.99995), fixed(4, 2), 1.0, 0.001, 9.402, "transfer-matrix"),
+    (lc.BISR(4), fixed(20, 3), 3.0, 0.0001, 1.6858, "transfer-matrix"),
+    (lc.BSR(4), fixed(10, 2), 1.0, 0.001, 2.6075, "transfer-matrix"),
+    (lc.LambdaCGD(0.99995), fixed(4, 2), 1.0, 0.001, 9.343, "transfer-matrix"),
 ]
 
 

@@ -17,7 +17,8 @@ bounds what lies beyond (docs/poisson.md).
 (Higham 2002, Theorem 24.2, with weights accurate to u = 2⁻⁵³); |x̂| ≤ 1, so raising to the k-th power errs by k times
 that, and by 4u a multiplication; transforming back errs as before. With Parseval, the composed tilted masses err by at
 most u‖x‖₂(8L(1.01k + 1) + 4k) in the Euclidean norm, and δ by that times the norm of what they are multiplied with. On
-top of that comes a relative error: each tilted mass is computed to 1e-12, and k of them are multiplied.
+top of that comes a relative error: each tilted mass is computed to 1e-12, and k of them are multiplied. Where one of
+the factors is of another law, ‖x‖₂ is the larger norm of the two: its own transform errs by as much as any of the k.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -93,46 +94,61 @@ class Tail:
     transform: int = 0  #: its length
 
 
-def composed(losses: Losses, copies: int, epsilon: float) -> Tail:
-    """An upper bound on E (1 − e^{ε − L})₊, L the sum of so many independent losses; infinite ones count in full."""
+def composed(losses: Losses, copies: int, epsilon: float, other: Losses | None = None) -> Tail:
+    """An upper bound on E (1 − e^{ε − L})₊, L the sum of so many independent losses; infinite ones count in full.
+
+    ``other`` is the law of one more loss in the sum, of the same quantum.
+    """
+    laws, total = [(losses, copies)], copies
+    if other is not None:
+        if other.quantum != losses.quantum:
+            raise AccountingError("losses of different quanta are not composed")
+        laws, total = [*laws, (other, 1)], copies + 1
     # One infinite loss makes the sum infinite; the other copies' masses add up to `whole` at most.
-    whole = max(float(losses.masses.sum()) + losses.infinite, 1.0)
-    lost = copies * losses.infinite * math.exp(min((copies - 1) * math.log(whole), 700.0))  # beyond e^700 δ is 1 anyway
+    whole = max(1.0, *(float(law.masses.sum()) + law.infinite for law, _ in laws))
+    lost = sum(count * law.infinite for law, count in laws)
+    lost *= math.exp(min((total - 1) * math.log(whole), 700.0))  # beyond e^700 δ is 1 anyway
     # Tilted masses err by under 1e-12 each, and so many of them are multiplied; the other half covers the last sum.
-    safety = 1 + max(1e-9, 2e-12 * copies)
-    h, index, masses = losses.quantum, losses.index[losses.masses != 0], losses.masses[losses.masses != 0]
-    first, last = copies * int(index[0]), copies * int(index[-1])
+    safety = 1 + max(1e-9, 2e-12 * total)
+    h, met = losses.quantum, [(law.index[law.masses != 0], law.masses[law.masses != 0], n) for law, n in laws]
+    first, last = (sum(n * int(index[end]) for index, _, n in met) for end in (0, -1))
     if epsilon >= last * h:
         return Tail(lost * safety, lost, 0.0)
-    values, logs = index * h, np.log(masses)
+    parts = [(index * h, np.log(masses), n) for index, masses, n in met]
+
+    def cumulants(theta: Any) -> list[Any]:
+        return [logsumexp(logs + np.multiply.outer(theta, values), axis=-1) for values, logs, _ in parts]
 
     def cumulant(theta: Any) -> Any:
-        return logsumexp(logs + np.multiply.outer(theta, values), axis=-1)
+        """Of the sum."""
+        return sum(n * each for (_, _, n), each in zip(parts, cumulants(theta), strict=True))
 
     # Tilted so that losses near ε are the likely ones.
-    most = 600.0 / max(float(np.abs(values).max()), 1e-12)
-    tilt = float(minimize_scalar(lambda t: copies * cumulant(t) - t * epsilon, bounds=(0.0, most), method="bounded").x)
-    log_mgf = float(cumulant(tilt))
-    tilted = np.exp(logs + tilt * values - log_mgf)
+    most = 600.0 / max(1e-12, *(float(np.abs(values).max()) for values, _, _ in parts))
+    tilt = float(minimize_scalar(lambda t: cumulant(t) - t * epsilon, bounds=(0.0, most), method="bounded").x)
+    each, log_mgf = cumulants(tilt), float(cumulant(tilt))
+    tilted = [np.exp(logs + tilt * values - own) for (values, logs, _), own in zip(parts, each, strict=True)]
     # Chernoff: beyond `high`, and below `low`, lies at most e^−40 of the tilted law.
-    spread = math.sqrt(copies * float(tilted @ (values - tilted @ values) ** 2)) + h
-    moves = np.geomspace(0.1, 100.0, 40) / spread
-    ends = (40 + copies * (cumulant(tilt + moves) - log_mgf)) / moves
+    variance = sum(n * float(x @ (v - x @ v) ** 2) for (v, _, n), x in zip(parts, tilted, strict=True))
+    moves = np.geomspace(0.1, 100.0, 40) / (math.sqrt(variance) + h)
+    ends = (40 + cumulant(tilt + moves) - log_mgf) / moves
     high, far = float(ends.min()), tilt + float(moves[ends.argmin()])
-    low = -float(((40 + copies * (cumulant(tilt - moves) - log_mgf)) / moves).min())
+    low = -float(((40 + cumulant(tilt - moves) - log_mgf) / moves).min())
     start = max(math.floor(min(low, epsilon) / h), first)
     stop = min(math.ceil(max(high, epsilon + 2 * h) / h), last + 1)
-    beyond = math.exp(min(copies * float(cumulant(far)) - far * stop * h, 0.0)) if stop <= last else 0.0
+    beyond = math.exp(min(float(cumulant(far)) - far * stop * h, 0.0)) if stop <= last else 0.0
     length = 1 << max(4, (stop - start).bit_length())
     if length > LONGEST:
-        raise TooLong(copies)
-    dense = np.bincount((index - index[0]) % length, tilted, length)
-    sums = irfft(_power(rfft(dense, length), copies), length)
+        raise TooLong(total)
+    dense = [np.bincount((index - index[0]) % length, x, length) for (index, _, _), x in zip(met, tilted, strict=True)]
+    powers = [_power(rfft(x, length), n) for (_, _, n), x in zip(met, dense, strict=True)]
+    sums = irfft(math.prod(powers[1:], start=powers[0]), length)
     cells = np.arange(max(start, math.floor(epsilon / h) + 1), stop)
-    weights = -np.expm1(np.minimum(epsilon - cells * h, 0.0)) * np.exp(copies * log_mgf - tilt * cells * h)
+    weights = -np.expm1(np.minimum(epsilon - cells * h, 0.0)) * np.exp(log_mgf - tilt * cells * h)
     value = float(weights @ np.maximum(sums[(cells - first) % length], 0.0))
-    units = 8 * math.log2(length) * (1.01 * copies + 1) + 4 * copies
-    margin = 2.0**-53 * units * float(np.linalg.norm(dense)) * float(np.linalg.norm(weights))
+    units = 8 * math.log2(length) * (1.01 * total + 1) + 4 * total
+    norm = max(float(np.linalg.norm(x)) for x in dense)
+    margin = 2.0**-53 * units * norm * float(np.linalg.norm(weights))
     return Tail((value + margin + beyond + lost) * safety, lost, margin, length)
 
 
@@ -265,17 +281,34 @@ def _check(pair: DiscretePair, hull: list[_Point]) -> None:
         raise AccountingError("the discrete pair misses its bounds; please report this as an error in lambdacgd")
 
 
+def gaussian_pair(quantum: float, deviation: float) -> DiscretePair:
+    """A pair that dominates the Gaussian mechanism whose loss has this standard deviation."""
+    nodes: dict[int, float] = {}
+    step = max(1, round(0.1 * deviation / quantum))  # chords add .2% to the variance
+    while not nodes or min(nodes.values()) > 1e-15:
+        at = (len(nodes) + 1) * step
+        nodes[at] = min(max(one_bin_delta(at * quantum, deviation) * (1 + 1e-9), 1e-300), 1.0)
+    return dominating_pair(quantum, nodes, nodes)
+
+
 @dataclass(frozen=True)
 class Composition:
-    """``copies`` independent copies of ``pair``, in both directions."""
+    """``copies`` independent copies of ``pair``, in both directions, each with a Gaussian mechanism beside it."""
 
     pair: DiscretePair
     copies: int
     core: DiscretePair | None = None  #: about the same pair without the slack of its bounds; nothing rests on it
+    shared: float = 0.0  #: the variance of each Gaussian loss
 
     def tail(self, way: OneWay, epsilon: float) -> Tail:
         """δ of (P'^k, Q'^k), or of (Q'^k, P'^k)."""
-        return composed(self.pair.side(way), self.copies, epsilon)
+        other = None if self._gaussian is None else self._gaussian.side(way)
+        return composed(self.pair.side(way), self.copies, epsilon, other)
+
+    @cached_property
+    def _gaussian(self) -> DiscretePair | None:
+        """All Gaussian mechanisms together are one."""
+        return gaussian_pair(self.pair.quantum, math.sqrt(self.copies * self.shared)) if self.shared else None
 
     def delta(self, epsilon: float) -> float:
         """The larger of both directions."""
@@ -472,6 +505,7 @@ class FreshBins:
         epochs: k, up to 10 000.
         normalized: whether the columns of C are scaled to norm 1.
         columns: account for any matrix whose columns have these inner products over an epoch, or smaller ones, instead.
+        kept: epochs over which bins stay and noise goes on, if it is not one: then "epoch" here means so many.
 
     Raises:
         AccountingError: a parameter is outside what this accountant takes.
@@ -489,6 +523,7 @@ class FreshBins:
     epochs: int
     normalized: bool = False
     columns: Columns | None = None
+    kept: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "epochs", int(real("epochs", self.epochs, 1, MOST_EPOCHS, whole=True)))
@@ -498,7 +533,14 @@ class FreshBins:
 
     @property
     def one_epoch(self) -> TransferMatrix:
-        return TransferMatrix(self.lam, self.steps_per_epoch, 1, self.normalized, self.columns, AFFORDABLE)
+        """The accountant of what changes from bin to bin."""
+        columns = self.columns and replace(self.columns, shared=0.0)
+        return TransferMatrix(self.lam, self.steps_per_epoch, self.kept, self.normalized, columns, AFFORDABLE)
+
+    @property
+    def shared(self) -> float:
+        """The variance, at σ = 1, of an epoch's loss that all bins share."""
+        return self.kept**2 * self.columns.shared if self.columns else 0.0
 
     # The four questions
 
@@ -600,7 +642,7 @@ class FreshBins:
         remove = _curve(_Side(single, sigma, "remove", quantum, resolution), scale, floor, floor)
         add = _curve(_Side(single, sigma, "add", quantum, resolution), scale, ADD_FLOOR * floor, leave)
         pair = dominating_pair(quantum, *({i: bound.delta for i, bound in side.items()} for side in (remove, add)))
-        return Composition(pair, k, _core(pair, remove, add))
+        return Composition(pair, k, _core(pair, remove, add), self.shared / sigma**2)
 
     def bound(self, composed: Composition, sigma: float, epsilon: float) -> Bound:
         """Both directions at one ε."""
@@ -646,7 +688,8 @@ class FreshBins:
         """
         mu, moment, k = 1 / gaussian_sigma(epsilon, delta), self._log_moment(), self.epochs
         low = math.log(self.one_epoch.smallest_sigma * 1.01)
-        high = max(math.log(math.sqrt(k * self.one_epoch.chain(1.0).loss_variance) / mu) + 1.0, low + 1.0)
+        most = self.one_epoch.chain(1.0).loss_variance + self.shared
+        high = max(math.log(math.sqrt(k * most) / mu) + 1.0, low + 1.0)
         return math.exp(bisect(lambda x: k * moment(x) <= mu**2, low, high, width=1e-7))
 
     def _log_moment(self) -> Callable[[float], float]:
@@ -678,17 +721,17 @@ class FreshBins:
                 return math.inf
             excess = float(np.expm1(middle * scale).mean()) / b
             excess += float((np.expm1(covariances * scale) @ pairs).mean())
-            return math.log1p(max(excess, 1e-15))
+            return math.log1p(max(excess, 1e-15)) + self.shared * scale
 
         return at
 
     def thinned(self, sigma: float) -> FreshBins:
         """The accountant of a shorter chain, for estimates: as many bins as leave E W² at ``sigma`` what it is.
 
-        Itself where it is short anyway, and where bins have parts of their own, which are not thinned.
+        Itself where it is short anyway, and where bins have parts of their own or stay, which is not thinned.
         """
         chain = self.one_epoch.chain(1.0)
-        if chain.lam <= THINNED or chain.nugget:
+        if chain.lam <= THINNED or chain.nugget or self.shared or self.kept > 1:
             return self
         group = min(round(math.log(THINNED) / math.log(chain.lam)), self.steps_per_epoch // FEWEST_BINS)
         if group < 2:
@@ -713,7 +756,8 @@ class FreshBins:
     @property
     def _sensitivity(self) -> float:
         """Of one bin over all epochs: the norm of its columns is 1 unless they are given."""
-        return math.sqrt(self.epochs) * (math.sqrt(self.one_epoch.chain(1.0).loss_variance) if self.columns else 1.0)
+        one = self.one_epoch.chain(1.0).loss_variance + self.shared if self.columns or self.kept > 1 else 1.0
+        return math.sqrt(self.epochs * one)
 
 
 @dataclass(frozen=True)

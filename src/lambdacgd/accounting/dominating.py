@@ -1,16 +1,18 @@
 """A chain with a nugget that dominates a mechanism: columns C' whose δ is at least that of the mechanism's C.
 
-δ of Balls-in-Bins depends on the Gram matrix G of the columns of C alone, and grows with it in two orders
-(Lemma 7 of docs/exact-accountant.md): entry by entry (Kahane), and by positive semidefinite matrices (Jensen: more
-independent noise in the losses). So G' dominates G if G' − G is a sum of a matrix without negative entries and a
-positive semidefinite one. Such G' are searched for, among those that the transfer-matrix accountant computes,
+δ of Balls-in-Bins depends on the Gram matrix G of the m_j alone (what bin j adds over all epochs between two restarts),
+and grows with it in two orders (Lemma 7 of docs/exact-accountant.md): entry by entry (Kahane), and by positive
+semidefinite matrices (Jensen: more independent noise in the losses). So G' dominates G if G' − G is a sum of a matrix
+without negative entries and a positive semidefinite one. Such G' are searched for, among those of the columns
 
-    G'_st = chain·(λ^{|s−t|} − tail·λ^{2n−s−t}) + nugget·[s = t]:
+    chain·(λ^{|s−t|} − tail·λ^{2n−s−t}) + nugget·[s = t] + shared
+
+whose chain the transfer-matrix accountant computes, and whose shared part is a Gaussian mechanism beside it (Lemma 9b):
 
 - ``_by_entries``: entry by entry where G' is the larger, and where it is not, what it lacks is added to the diagonal
-  (a diagonally dominant matrix is positive semidefinite). Every pair of columns is looked at.
-- ``_by_cosines`` (Toeplitz C, tail = 0): the same with one more positive semidefinite matrix, a taper
-  (1 − |s−t|/reach)₊ times Σ_q a_q cos ω_q(s − t), a_q ≥ 0; a linear program finds the a_q.
+  (a diagonally dominant matrix is positive semidefinite). Every pair of bins is looked at.
+- ``_by_cosines`` (Toeplitz C): the same with one more positive semidefinite matrix, tapers (1 − |s−t|/reach)₊ times
+  Σ_q a_q cos ω_q(s − t), a_q ≥ 0, added up over the epochs of a bin; a linear program finds the a_q.
 - ``scaled`` (columns of norm 1, one epoch): entry by entry, with a chain whose correlations fall as the columns' do.
 - ``_by_norm`` (Toeplitz C): C' = s·(1 − φx)/(1 − λx) with ‖C C'⁻¹‖ ≤ 1, so that G ≤ G' as quadratic forms. The norm is
   at most the maximum of a polynomial on the unit circle, which is bounded from its values on a grid.
@@ -33,7 +35,7 @@ from scipy.signal import correlate, fftconvolve, lfilter
 
 from lambdacgd.accounting.certificate import Array
 from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA, SMALLEST_LAMBDA
-from lambdacgd.accounting.exact.lattice import Columns, log_correlations
+from lambdacgd.accounting.exact.lattice import Chain, Columns, log_correlations
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.root import bisect
 from lambdacgd.accounting.scaled import followed, followed_sigma, unit_column
@@ -41,14 +43,15 @@ from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import BufferedToeplitz, Horizon, Mechanism
 from lambdacgd.mechanisms.error import participation_sum
 
-LARGEST_DENSE = 6000  #: columns whose inner products are kept as a matrix
+LARGEST_DENSE = 6000  #: scaled columns of one epoch whose inner products are kept as a matrix
 MOST_STEPS = 100_000
 FEW_STEPS = 200  #: up to which columns of norm 1 are also dominated by a chain that does not follow them
-MOST_PAIRWISE = 10_000  #: steps up to which every pair of columns is looked at; beyond, C must be Toeplitz
+MOST_PAIRWISE = 10_000  #: bins up to which every pair of them is looked at; beyond, C must be Toeplitz
+NONE = 2e-3  #: a shared part below this share of the largest entry is left out
 SAFETY = 1 + 1e-9  #: for the rounding of sums of non-negative terms, and of powers of λ
 GRID = 64  #: points on the unit circle a coefficient: the maximum of |r|² exceeds that on the grid by .12% at most
 _SAMPLED_ROWS = 64
-_FREQUENCIES = 48
+_FREQUENCIES, _NEAR = 48, 192
 _LAMBDAS = 1.0 - np.geomspace(0.7, 0.003, 12)
 
 
@@ -63,8 +66,9 @@ class Dominating:
     def details(self) -> dict[str, float]:
         """What a certificate says about it."""
         c = self.columns
-        norm = math.sqrt(c.chain + c.nugget)
-        return {"lam": self.lam, "norm": norm, "nugget": c.nugget, "tail": c.tail, "sigma_loss": self.loss}
+        norm = math.sqrt(c.chain + c.nugget + c.shared)
+        parts = {"nugget": c.nugget, "tail": c.tail, "shared": c.shared}
+        return {"lam": self.lam, "norm": norm, **parts, "sigma_loss": self.loss}
 
 
 def exact_columns(mechanism: Mechanism, steps: int) -> Dominating | None:
@@ -112,21 +116,20 @@ def dominating(
     ---------
     Whatever is chosen, G' − G is a matrix without negative entries plus a positive semidefinite one.
     """
-    steps = horizon.steps_per_epoch if restarts else horizon.steps
-    if (exact := exact_columns(mechanism, steps)) is not None:
+    block = replace(horizon, epochs=1) if restarts else horizon
+    if (exact := exact_columns(mechanism, block.steps)) is not None:
         return exact
-    # Epochs compose; with fixed bins all k columns of a bin add up, and n columns have k times as many pairs as b bins.
     allowed = gaussian_sigma(epsilon, delta) ** -2
-    k = horizon.epochs
     choices = []
-    if (restarts or k == 1) and steps <= MOST_PAIRWISE and (column := unit_column(mechanism, steps)) is not None:
-        found = followed(column, allowed / k)
+    of_one_epoch = block.epochs == 1 and block.steps <= MOST_PAIRWISE
+    if of_one_epoch and (column := unit_column(mechanism, block.steps)) is not None:
+        found = followed(column, allowed / horizon.epochs)
         choices = [Dominating(found.lam, found.columns, found.loss)]
-        if steps > FEW_STEPS:  # where memories are short beside the epoch it is the best
+        if block.steps > FEW_STEPS:  # where memories are short beside the epoch it is the best
             return choices[0]
-    inner = _Inner(mechanism, steps)
-    goal = _Goal(inner, allowed / k if restarts else math.log1p(math.expm1(allowed) / k))
-    if steps <= MOST_PAIRWISE:
+    inner = _Inner(mechanism, block)
+    goal = _Goal(inner, allowed / horizon.epochs if restarts else allowed)  # epochs compose
+    if inner.bins <= MOST_PAIRWISE:
         choices += [_independent(inner), _by_entries(inner, goal)]
     if inner.toeplitz:
         choices += [_by_cosines(inner, goal), _by_norm(inner, goal)]
@@ -167,37 +170,40 @@ def first_guess(
 
 
 class _Inner:
-    """The inner products of the columns of |C|."""
+    """The inner products of the m_j of |C|: what a bin adds over all epochs of ``block``."""
 
-    def __init__(self, mechanism: Mechanism, steps: int) -> None:
-        column = np.abs(np.asarray(mechanism.strategy(steps), dtype=np.float64))
-        scales = mechanism.column_scales(steps)
-        self.steps, self.column, self.toeplitz = steps, column, scales is None
+    def __init__(self, mechanism: Mechanism, block: Horizon) -> None:
+        column = np.abs(np.asarray(mechanism.strategy(block.steps), dtype=np.float64))
+        scales = mechanism.column_scales(block.steps)
+        self.block, self.column, self.toeplitz = block, column, scales is None
+        self.bins = block.steps_per_epoch
         if not np.isfinite(column).all():
             raise AccountingError("C has entries that are not finite numbers")
-        if steps > (MOST_STEPS if scales is None else LARGEST_DENSE):
-            raise AccountingError(f"noise of {mechanism.name} correlated over {steps} steps is too long to certify")
-        self._dense = None
-        if scales is not None:
-            self._dense = scaled_gram(column, np.asarray(scales, dtype=np.float64), Horizon(steps, 1))
+        dense = scales is not None and block.steps * self.bins**2 > LARGEST_DENSE**3
+        if block.steps > MOST_STEPS or dense:
+            raise AccountingError(f"{mechanism.name} correlates {block.steps} steps, too many to certify")
+        self._dense = None if scales is None else scaled_gram(column, np.asarray(scales, dtype=np.float64), block)
 
     def from_last(self) -> Iterator[tuple[int, Array]]:
         """(i, G_ii, G_i,i+1, …) for i = b−1 … 0, rounded up."""
-        by_distance = np.zeros(0)
-        for i in range(self.steps - 1, -1, -1):
-            if self._dense is not None:
+        if self._dense is not None:
+            for i in range(self.bins - 1, -1, -1):
                 yield i, self._dense[i, i:] * SAFETY
-                continue
-            # Column i is column i+1 moved up by one, with one entry more at its end.
-            last = self.column[self.steps - 1 - i]
-            by_distance = np.append(by_distance, 0.0) + last * self.column[self.steps - 1 - i :: -1]
+            return
+        # m_j is m_0 moved down by j, and cut off at the end.
+        centre, n, b = participation_sum(self.column, self.block), self.block.steps, self.bins
+        with_last, by_distance = np.correlate(centre, centre[: n - b + 1]), np.zeros(0)
+        for i in range(b - 1, -1, -1):
+            # One step more than row i + 1 has, and the last bin, which is one further away.
+            by_distance += centre[n - 1 - i] * centre[n - b + 1 : n - i][::-1]
+            by_distance = np.append(by_distance, with_last[b - 1 - i])
             yield i, by_distance * SAFETY
 
     @cached_property
     def by_distance(self) -> Array:
         """Of Toeplitz C, the largest inner product at each distance: that of the earliest pair, none cut off."""
-        full = np.correlate(self.column, self.column, mode="full")[self.steps - 1 :]
-        return np.asarray(full * SAFETY)
+        centre = participation_sum(self.column, self.block)
+        return np.asarray(np.correlate(np.append(centre, np.zeros(self.bins - 1)), centre) * SAFETY)
 
 
 def scaled_gram(column: Array, scales: Array, horizon: Horizon) -> Array:
@@ -247,7 +253,7 @@ class _Goal:
     """What is minimised: log E W² at the σ where the mechanism itself meets ``budget``."""
 
     def __init__(self, inner: _Inner, budget: float) -> None:
-        b = self.steps = inner.steps
+        self.block, b = inner.block, inner.bins
         rows = _spread(b)
         if b > MOST_PAIRWISE:
             self.upper = {int(i): inner.by_distance[: b - i] for i in rows}
@@ -261,119 +267,170 @@ class _Goal:
 
         def enough(x: float) -> bool:
             scale = math.exp(-2 * x)
-            less = replace(columns, chain=columns.chain * scale, nugget=columns.nugget * scale)
+            chain, nugget, shared = (scale * part for part in (columns.chain, columns.nugget, columns.shared))
+            less = replace(columns, chain=chain, nugget=nugget, shared=shared)
             return self.excess(lam, less) <= self.budget * (1 + 1e-6)
 
         return math.expm1(bisect(enough, 0.0, 3.0, width=1e-4))
 
     def excess(self, lam: float, columns: Columns) -> float:
         """log E W² of these columns: the less the better."""
-        if (columns.chain + columns.nugget) * self.precision > 650:
+        row = _rows(lam, columns, self.block)
+        shared = columns.shared * self.block.epochs**2 * self.precision
+        if float(row(0)[0]) * self.precision > 650:
             return math.inf
-        if lam == 0:
-            return math.log1p(math.expm1((columns.chain + columns.nugget) * self.precision) / self.steps)
-        row = _rows(lam, columns, self.steps)
-        return _log_moment({i: row(i) for i in self.upper}, self.steps, self.precision)
+        return (
+            _log_moment(
+                {i: row(i) - shared / self.precision for i in self.upper}, self.block.steps_per_epoch, self.precision
+            )
+            + shared
+        )
 
 
-def _rows(lam: float, columns: Columns, steps: int) -> Callable[[int], Array]:
-    """i → G'_ii, G'_i,i+1, …"""
-    powers = lam ** np.arange(2 * steps + 1.0)
-    logs = log_correlations(columns.runs) if columns.runs else None
+def _rows(lam: float, columns: Columns, block: Horizon) -> Callable[[int], Array]:
+    """i → G'_ii, G'_i,i+1, … of the bins."""
+    b, k = block.steps_per_epoch, block.epochs
+    if columns.runs:  # of one epoch, and without a tail
+        logs, nugget = log_correlations(columns.runs), columns.nugget * (np.arange(b) == 0)
+        return lambda i: columns.chain * np.exp(logs[i:] - logs[i]) + nugget[: b - i] + columns.shared
+    chain, d = Chain(lam, b, k, 1.0, columns.tail), np.arange(float(b))
+    by_distance = k * columns.chain * chain.covariance(d) if lam else np.where(d == 0, k * columns.chain, 0.0)
+    by_distance = by_distance + k**2 * columns.shared
+    by_distance[0] += k * columns.nugget
+    ends = math.sqrt(k * columns.chain * columns.tail) * chain.end_effect(d)
 
     def row(i: int) -> Array:
-        left = steps - i
-        along = powers[:left] if logs is None else np.exp(logs[i:] - logs[i])
-        values = columns.chain * (along - columns.tail * powers[2 * left : left : -1])
-        values[0] += columns.nugget
-        return np.asarray(values)
+        return np.asarray(by_distance[: b - i] - ends[i] * ends[i:])
 
     return row
 
 
 def _independent(inner: _Inner) -> Dominating:
     """λ = 0: a diagonal that outweighs its rows; for diagonal C that loses nothing but what differs along it."""
-    sums = np.zeros(inner.steps)
+    return Dominating(0.0, Columns(0.0, _lacking(inner) * SAFETY / inner.block.epochs))
+
+
+def _lacking(inner: _Inner, above: Callable[[int], Array] | None = None, less: Array | None = None) -> float:
+    """What ``above``, ``less`` taken off at each distance, lacks to dominate: the largest sum of a row.
+
+    So much on the diagonal makes it dominate. Beyond MOST_PAIRWISE bins (tail 0) the first row stands for all.
+    """
+
+    def lacking(i: int, row: Array) -> Array:
+        row = row if above is None else row - above(i)
+        return row if less is None else row + less[: len(row)]
+
+    if inner.bins > MOST_PAIRWISE:
+        first = lacking(0, inner.by_distance)
+        return max(float(first[0]) + 2 * float(np.maximum(first[1:], 0.0).sum()), 0.0)
+    sums = np.zeros(inner.bins)
     for i, row in inner.from_last():
-        sums[i] += float(row.sum())
-        sums[i + 1 :] += row[1:]
-    return Dominating(0.0, Columns(0.0, float(sums.max()) * SAFETY))
+        own = lacking(i, row)
+        off = np.maximum(own[1:], 0.0)
+        sums[i] += float(own[0]) + float(off.sum())
+        sums[i + 1 :] += off
+    return max(float(sums.max()), 0.0)
 
 
 def _by_entries(inner: _Inner, goal: _Goal) -> Dominating:
-    """The best λ, chain and tail, with the least nugget that makes up for the entries that are too small."""
-    largest, b = max(float(row[0]) for row in goal.upper.values()), inner.steps
+    """The best λ, chain, tail and shared part, with the least nugget that makes up for what is too small."""
+    largest, k = max(float(row[0]) for row in goal.upper.values()), inner.block.epochs
 
     def chosen(x: Array) -> tuple[float, Columns]:
-        tail = 1 / (1 + math.exp(-float(x[2])))
-        return _lam(x[0]), Columns(largest * math.exp(min(float(x[1]), 1.0)), 0.0, tail)
+        lam, (tail, shared) = _lam(x[0]), 1 / (1 + np.exp(-np.maximum(x[2:], -700.0)))
+        top = k * float(Chain(lam, inner.bins, k, 1.0, 0.0).covariance(0.0))
+        chain = largest * math.exp(min(float(x[1]), 1.0)) / top
+        return lam, Columns(chain, 0.0, float(tail), float(shared) * largest / k**2 if shared > NONE else 0.0)
 
     def score(x: Array) -> float:
         """With the nugget that the sampled rows ask for."""
         lam, columns = chosen(x)
-        above, nugget = _rows(lam, columns, b), 0.0
+        above, nugget = _rows(lam, columns, inner.block), 0.0
         for i, row in goal.upper.items():
             lacking = row - above(i)
             nugget = max(nugget, float(lacking[0]) + 2 * float(np.maximum(lacking[1:], 0.0).sum()))
-        return goal.excess(lam, replace(columns, nugget=nugget))
+        return goal.excess(lam, replace(columns, nugget=nugget / k))
 
     starts = [
-        np.array([math.log(-math.log1p(-lam)), math.log(share), tail])
+        np.array([math.log(-math.log1p(-lam)), math.log(share), tail, shared])
         for lam in _LAMBDAS
-        for share in (0.4, 0.6, 0.8, 1.0)
+        for share in (0.4, 0.6, 0.9)
         for tail in (-3.0, 0.5)
+        for shared in (-9.0, -1.0)
     ]
-    lam, columns = chosen(_improve(score, starts, 0.1))
-    above, sums = _rows(lam, columns, b), np.zeros(b)
-    for i, row in inner.from_last():
-        lacking = row - above(i)
-        off = np.maximum(lacking[1:], 0.0)
-        sums[i] += float(lacking[0]) + float(off.sum())
-        sums[i + 1 :] += off
-    return Dominating(lam, Columns(columns.chain * SAFETY, max(float(sums.max()), 0.0) * SAFETY, columns.tail))
+    lam, columns = chosen(_improve(score, starts, 0.1, most=260))
+    nugget = _lacking(inner, _rows(lam, columns, inner.block)) / k
+    return Dominating(lam, Columns(columns.chain * SAFETY, nugget * SAFETY, columns.tail, columns.shared * SAFETY))
 
 
 def _by_cosines(inner: _Inner, goal: _Goal) -> Dominating:
-    """The best λ, with chain, nugget and cosines from a linear program whose costs are E W²'s, linearised twice."""
-    b, needed = inner.steps, inner.by_distance
-    distance = np.arange(float(b))
-    pairs = np.concatenate([[1 / b], 2 * (b - distance[1:]) / b**2])
-    reach = 4 * int(np.sum(needed > 0.05 * needed[0])) + 4
-    angles = math.pi * np.arange(_FREQUENCIES + 1) / _FREQUENCIES
-    near = distance[:reach]
-    taper = 1 - near / reach
-    cosines = taper[:, None] * np.cos(np.outer(near, angles))
-    looked_at = slice(1, min(len(near), 4 * _FREQUENCIES))
+    """The best λ, with the other parts and cosines from a linear program whose costs are E W²'s, linearised."""
+    b, k, needed = inner.bins, inner.block.epochs, inner.by_distance
+    pairwise, distance, waves = b <= MOST_PAIRWISE, np.arange(float(b)), _waves(inner)
+    # Where G' and the cosines are compared: at all short distances from the first bin, and at some others.
+    far = np.unique(np.geomspace(1, b, 100).astype(int))
+    places = {0: np.unique(np.concatenate([np.arange(min(b, _NEAR)), far - 1, b - far]))}
+    for left in np.unique(np.geomspace(1, max(0.8 * b, 1), 9).astype(int)).tolist() if pairwise and b > 1 else []:
+        places[b - left] = np.unique(np.geomspace(1, left, 24).astype(int)) - 1
+    rows = {i: row for i, row in inner.from_last() if i in places} if pairwise else {0: needed}
+    start, apart = np.repeat(list(places), [len(d) for d in places.values()]), np.concatenate(list(places.values()))
+    right = -np.append(np.concatenate([rows[i][d] for i, d in places.items()]), 0.0)
 
-    def columns(lam: float) -> Columns:
-        powers = lam**distance
-        # What the chain has beyond the cosines is at least what is needed, and so on the diagonal.
-        off = np.column_stack([-powers[looked_at], 0 * powers[looked_at], cosines[looked_at]])
-        left = np.vstack([off, np.concatenate([[-1.0, -1.0], np.ones(len(angles))])])
-        right = -np.append(needed[looked_at], needed[0])
-        at, best = needed, Columns(0.0, float(needed[0] + 2 * needed[1:].sum()))
-        for _ in range(2):
-            weights = pairs * np.exp(np.minimum(at * goal.precision, 600.0))
-            costs = np.concatenate([[float(weights @ powers), weights[0]], np.zeros(len(angles))])
-            found = linprog(costs / costs[0], A_ub=left, b_ub=right, bounds=(0, None), method="highs")
-            if not found.success:
-                return best
-            chain, shares = float(found.x[0]), np.maximum(found.x[2:], 0.0)
-            lacking = needed - chain * powers
-            lacking[: len(near)] += cosines @ shares + (1e-12 + 1e-15 * near) * shares.sum()
-            nugget = max(float(lacking[0]) + 2 * float(np.maximum(lacking[1:], 0.0).sum()), 0.0)
-            best = min(best, Columns(chain, nugget), key=lambda choice: goal.excess(lam, choice))
-            at = chain * powers
-            at[0] += nugget
+    def columns(lam: float, passes: int) -> Columns:
+        whole = Chain(lam, b, k, 1.0, 1.0)
+        ends = whole.end_effect(distance)
+        parts = np.column_stack([whole.covariance(distance), distance == 0, np.ones(b)])
+        # What these have beyond the cosines is at least what is needed, and so on the diagonal; a tail is at most 1.
+        left = np.column_stack([ends[start] * ends[start + apart], -parts[apart], waves[apart]])
+        left = np.vstack([left, np.append([1.0, -1.0], np.zeros(left.shape[1] - 2))])
+        bounds = [(0, None if pairwise else 0)] + [(0, None)] * (left.shape[1] - 1)
+        above, best = dict(goal.upper), Columns(0.0, float(needed[0] + 2 * needed[1:].sum()) / k)
+        x = np.zeros(left.shape[1])
+        for step in range(passes):
+            weights, taken = np.zeros(b), 0.0
+            for i, row in above.items():
+                own = np.exp(np.minimum(row * goal.precision, 600.0))
+                own[1:] *= 2
+                weights[: b - i] += own
+                taken += float(ends[i] * (own @ ends[i:]))
+            costs = np.concatenate([[-taken], weights @ parts, np.zeros(waves.shape[1])]) / (weights @ parts[:, 0])
+            solved = linprog(costs, A_ub=left, b_ub=right, bounds=bounds, method="highs")
+            if not solved.success:
+                break
+            # Frank and Wolfe: what lies between two solutions is one, and E W² is convex.
+            x += 2 / (step + 2) * (np.maximum(solved.x, 0.0) - x)
+            taken, chain, nugget, shared, *shares = x.tolist()
+            tail = min(taken / chain, 1.0) if chain else 0.0
+            made = Columns(chain / k, nugget / k, tail, shared / k**2 if shared > NONE * needed[0] else 0.0)
+            wave = waves @ shares + (2e-12 + 2e-15 * b) * sum(shares)
+            made = replace(made, nugget=made.nugget + _lacking(inner, _rows(lam, made, inner.block), wave) / k)
+            best = min(best, made, key=lambda choice: goal.excess(lam, choice))
+            above = {i: _rows(lam, made, inner.block)(i) for i in above}
         return best
 
     def score(x: Array) -> float:
         lam = _lam(x[0])
-        return goal.excess(lam, columns(lam))
+        return goal.excess(lam, columns(lam, 4))
 
-    lam = _lam(_improve(score, [np.array([math.log(-math.log1p(-lam))]) for lam in _LAMBDAS], 0.1, most=24)[0])
-    best = columns(lam)
-    return Dominating(lam, Columns(best.chain * SAFETY, best.nugget * SAFETY))
+    starts = [np.array([math.log(-math.log1p(-lam))]) for lam in _LAMBDAS[::2]]
+    lam = _lam(_improve(score, starts, 0.2, most=16)[0])
+    best = columns(lam, 12)
+    return Dominating(lam, Columns(best.chain * SAFETY, best.nugget * SAFETY, best.tail, best.shared * SAFETY))
+
+
+def _waves(inner: _Inner) -> Array:
+    """Positive semidefinite matrices of bins, a column each, whose entries depend on the distance (the row) alone."""
+    b, k, distance = inner.bins, inner.block.epochs, np.arange(float(inner.bins))
+
+    def tapered(reach: int, angles: Array) -> Array:
+        """Such matrices of steps, added up over the epochs of a bin: k pairs in one epoch, k − 1 across."""
+        apart = np.stack([distance, b - distance])
+        waves = np.maximum(1 - apart / reach, 0.0)[..., None] * np.cos(apart[..., None] * angles)
+        return np.asarray(waves[0] + (1 - 1 / k) * waves[1])
+
+    short = tapered(min(b, 2 * _FREQUENCIES), math.pi * np.arange(_FREQUENCIES + 1) / _FREQUENCIES)
+    long = tapered(b, np.geomspace(math.pi / b, 0.2, 16))
+    return np.hstack([short, long, np.cos(np.outer(distance, 2 * math.pi / b * np.arange(1, min(b // 2, 8) + 1)))])
 
 
 def _lam(x: float) -> float:
@@ -391,10 +448,11 @@ def _by_norm(inner: _Inner, goal: _Goal) -> Dominating:
         (M. Riesz), so the grid point nearest to there, at most π/M away, has at least cos(πb/M) of it.
         """
         ratio = lfilter([1.0, -lam], [1.0, -zero], inner.column)
-        points = 1 << (grid * inner.steps - 1).bit_length()
+        steps = len(inner.column)
+        points = 1 << (grid * steps - 1).bit_length()
         rounding = 1e-13 * float(inner.column.sum()) / (1 - zero)  # of the filter, which cancels, and of the transform
         largest = (float(np.max(np.abs(np.fft.rfft(ratio, points)))) + rounding) ** 2
-        return largest / math.cos(math.pi * inner.steps / points) * SAFETY
+        return largest / math.cos(math.pi * steps / points) * SAFETY
 
     def chosen(x: Array) -> tuple[float, float]:
         lam = _lam(x[0])

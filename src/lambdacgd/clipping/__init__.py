@@ -9,6 +9,7 @@ from lambdacgd.clipping.rules import Layer, tap
 from lambdacgd.errors import ClippingError
 
 __all__ = [
-    "SMALLEST_CLIP", "Clipper", "ClippingError", "Layer", "LossReduction", "Mode", "Record", "Replaced", "Report", "Stored",
-    "Totals", "accumulator", "attach", "batch_size", "check_model", "compute_device", "convert", "outer", "register", "tap",
+    "SMALLEST_CLIP", "Clipper", "ClippingError", "Layer", "LossReduction", "Mode", "Record", "Replaced", "Report",
+    "Stored", "Totals", "accumulator", "attach", "batch_size", "check_model", "compute_device", "convert", "outer",
+    "register", "tap",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lambdacgd.accounting import composed as module
 from lambdacgd.accounting.certificate import OneWay
 from lambdacgd.accounting.composed import Composition, DiscretePair, _core, composed, dominating_pair
 from lambdacgd.accounting.exact.accountant import Evaluation
@@ -159,3 +160,17 @@ def test_slack_of_very_many_copies_is_finite(way: OneWay) -> None:
         found = chords_of(pair, 3000, way, 30.0)
     added = composed(pair.side(way), 3000, 30.0).delta - gaussian_delta(30.0, 10 / math.sqrt(3000))
     assert 0 < added <= found <= 2 * added
+
+
+@pytest.mark.parametrize(("deviation", "shared", "epsilon"), [(0.5, 0.3, 2.0), (0.3, 1.0, 1.0), (1.0, 0.05, 4.0)])
+def test_gaussian_mechanisms_beside_a_pair_are_one_more_gaussian(
+    deviation: float, shared: float, epsilon: float
+) -> None:
+    pair = module.gaussian_pair(0.01, deviation)
+    found = module.Composition(pair, 3, shared=shared**2)
+    true = gaussian_delta(epsilon, 1 / math.sqrt(3 * (deviation**2 + shared**2)))
+    for way in ("remove", "add"):
+        value = found.tail(way, epsilon).delta  # type: ignore[arg-type]
+        assert true <= value <= true * 1.02
+    with pytest.raises(AccountingError, match="quanta"):
+        composed(pair.side("add"), 2, 1.0, module.gaussian_pair(0.02, 1.0).side("add"))

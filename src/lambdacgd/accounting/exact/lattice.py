@@ -220,21 +220,23 @@ def plain_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
 
 @dataclass(frozen=True)
 class Columns:
-    """⟨C_s, C_t⟩ = chain·(λ^{|s−t|} − tail·λ^{2n−s−t}) + nugget·[s = t] for steps s, t = 0 … n−1.
+    """⟨C_s, C_t⟩ = chain·(λ^{|s−t|} − tail·λ^{2n−s−t}) + nugget·[s = t] + shared for steps s, t = 0 … n−1.
 
-    ``tail`` = 0 are columns that do not feel the last step. The λ is its accountant's. With ``runs``, of one epoch, the
+    ``tail`` = 0 are columns that do not feel the last step. The λ is its accountant's. What all columns share is a
+    Gaussian mechanism of its own, with which ``FreshBins`` composes the chain. With ``runs``, of one epoch, the
     correlations of the chain are theirs in place of λ^{|s−t|}, and λ is the largest (see ``Chain``).
     """
 
     chain: float = 1.0
     nugget: float = 0.0
     tail: float = 0.0
+    shared: float = 0.0
     runs: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         positive = self.chain >= 0 and self.nugget >= 0 and 0 < self.chain + self.nugget < math.inf
-        if not (positive and 0 <= self.tail <= 1):
-            raise AccountingError(f"{self!r} are no columns: chain and nugget are not negative, a tail is at most 1")
+        if not (positive and 0 <= self.tail <= 1 and 0 <= self.shared < math.inf):
+            raise AccountingError(f"{self!r} are no columns: no part is negative, and a tail is at most 1")
 
     @classmethod
     def of(cls, lam: float, zero: float, *, scale: float = 1.0) -> Columns:
@@ -244,7 +246,9 @@ class Columns:
         return cls(scale * chain, scale * zero / lam, weight / (lam * energy + lam**2 * weight))
 
     def over(self, lam: float, bins: int, epochs: int, sigma: float) -> Chain:
-        """Their chain at noise σ."""
+        """Their chain at noise σ; it has no room for what they share."""
+        if self.shared:
+            raise AccountingError("a chain holds nothing that all columns share: compose it with a Gaussian mechanism")
         if lam == 0:
             return Chain(0.0, bins, epochs, epochs * (self.chain + self.nugget) / sigma**2, 0.0)
         gain, nugget = epochs * self.chain / sigma**2, epochs * self.nugget / sigma**2

@@ -48,7 +48,8 @@ def measure(lam: float, optimizer_name: str, seed: int) -> dict[str, float]:
     steps = 0
     for x, y in private.loader:
         F.cross_entropy(model(x), y).backward()
-        clean = torch.cat([private.clipper.sums[name].flatten() for name in private.clipper.parameters]) / BATCH_SIZE
+        sums = [private.clipper.sums[name].flatten() for name in private.clipper.parameters]
+        clean = torch.cat(sums) / plan.batch_size
         optimizer.step()
         noisy = torch.cat([p.grad.flatten() for p in private.clipper.parameters.values() if p.grad is not None])
         optimizer.zero_grad()
@@ -60,7 +61,7 @@ def measure(lam: float, optimizer_name: str, seed: int) -> dict[str, float]:
             totals["noisy"] += float(noisy.square().mean())
             steps += 1
     means = {name: value / steps for name, value in totals.items()}
-    means["predicted_noise"] = (plan.sigma * CLIP / BATCH_SIZE) ** 2 * (1 + lam**2)
+    means["predicted_noise"] = (plan.sigma * CLIP / plan.batch_size) ** 2 * (1 + lam**2)
     means["sigma"] = plan.sigma
     if optimizer_name == "adamw":
         correction = 1 - 0.999**plan.steps
@@ -87,7 +88,7 @@ def main() -> None:
                 flush=True,
             )
     settings = {"epsilon": EPSILON, "delta": DELTA, "epochs": EPOCHS, "batch_size": BATCH_SIZE, "max_grad_norm": CLIP}
-    machine = measured_on("fresh-bins accountant", "format of the noise")
+    machine = measured_on("fixed-bins accountant", "format of the noise")
     report = {"settings": settings | {"seeds": SEEDS}, "rows": rows, "machine": machine}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1) + "\n")

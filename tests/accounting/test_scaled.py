@@ -10,8 +10,8 @@ import pytest
 import lambdacgd as lc
 from lambdacgd.accounting import accountant_for
 from lambdacgd.accounting.certificate import Array
+from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.dominating import dominating, first_guess
-from lambdacgd.accounting.exact.accountant import TransferMatrix
 from lambdacgd.accounting.exact.lattice import Columns, normalized_runs
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.scaled import followed, unit_column
@@ -78,7 +78,7 @@ def test_random_bands_are_never_certified_below_quadrature(seed: int) -> None:
     column = unit_column(mechanism, b)
     assert column is not None
     for by in (found, followed(column, 0.5)):
-        bound = TransferMatrix(by.lam, b, 1, columns=by.columns).delta(sigma, epsilon)
+        bound = FreshBins(by.lam, b, 1, columns=by.columns).delta(sigma, epsilon)
         assert bound.delta_remove >= truth[0]
         assert bound.delta_add >= truth[1]
 

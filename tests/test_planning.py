@@ -346,7 +346,7 @@ def test_lambda_may_be_chosen_by_what_needs_no_epsilon():
         ({"noise_multiplier": math.nan}, "noise_multiplier"),
         ({"noise_multiplier": 1.0}, "automatic λ is chosen for an ε"),
         ({"noise_multiplier": 1.0, "mechanism": lc.GammaBIFR()}, "automatic γ is chosen for an ε"),
-        ({"noise_multiplier": 1.0, "mechanism": lc.BandInvMF(amplified=True)}, "finite epsilon"),
+        ({"noise_multiplier": 1.0, "mechanism": lc.BandInvMF(amplified=True)}, "optimised for an ε"),
     ],
 )
 def test_noise_multipliers_refused(changes, match):

@@ -397,7 +397,7 @@ def test_destroy_leaves_no_copy_in_the_files_form(tmp_path: Path) -> None:
 def test_a_folder_or_missing_file(tmp_path: Path) -> None:
     with pytest.raises((KeyFileError, OSError)):
         SecretKey.load(tmp_path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="there is no key file"):
         SecretKey.load(tmp_path / "none.key")
     with pytest.raises(FileNotFoundError):
         SecretKey.generate().save(tmp_path / "no" / "folder.key")

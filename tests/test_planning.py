@@ -346,7 +346,7 @@ def test_lambda_may_be_chosen_by_what_needs_no_epsilon():
         ({"noise_multiplier": math.nan}, "noise_multiplier"),
         ({"noise_multiplier": 1.0}, "automatic λ is chosen for an ε"),
         ({"noise_multiplier": 1.0, "mechanism": lc.GammaBIFR()}, "automatic γ is chosen for an ε"),
-        ({"noise_multiplier": 1.0, "mechanism": lc.BandInvMF(amplified=True)}, "finite epsilon"),
+        ({"noise_multiplier": 1.0, "mechanism": lc.BandInvMF(amplified=True)}, "optimised for an ε"),
     ],
 )
 def test_noise_multipliers_refused(changes, match):
@@ -454,3 +454,24 @@ def test_a_schedule_moves_lambda_and_errors_but_not_the_noise_of_a_given_lambda(
 def test_schedules_that_cannot_be_used(given):
     with pytest.raises(lc.InvalidInput):
         lc.Workload(**given)
+
+
+def test_a_plan_whose_sampling_amplifies_nothing_says_so():
+    """One epoch of λCGD: C has as many bands as there are steps, so every group is drawn whole."""
+    run = {"examples": 40, "batch_size": 10, "epochs": 1, "delta": 1e-3, "sampling": lc.Poisson()}
+    p = lc.plan(**run, epsilon=2.0, mechanism=lc.LambdaCGD(0.5))
+    assert p.sampling.rate == 1
+    assert "cyclic poisson, 4 groups, all drawn: no amplification" in repr(p)
+    plain = lc.plan(**run | {"sampling": lc.Cyclic()}, epsilon=2.0, mechanism=lc.LambdaCGD(0.5))
+    assert plain.sigma <= p.sigma
+    assert "no amplification" not in repr(lc.plan(**run, epsilon=2.0, mechanism=lc.Identity()))
+
+
+def test_coefficients_that_need_a_budget_say_where_to_take_them_from():
+    with pytest.raises(lc.InvalidInput, match=r"optimised for an ε.*give its mechanism=plan\.mechanism"):
+        lc.plan(40, 10, epochs=2, noise_multiplier=1.0, delta=1e-3, mechanism=lc.BandInvMF(2, amplified=True))
+
+
+def test_a_missing_plan_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no plan file"):
+        lc.Plan.load(tmp_path / "plan.json")

@@ -44,6 +44,7 @@ def test_noise_for_a_budget_and_its_epsilon_are_inverse(plan):
     assert lc.epsilon(**RUN, noise_multiplier=sigma, delta=1e-5) == pytest.approx(2.0, rel=1e-3)
     assert lc.noise_multiplier(plan, epsilon=plan.epsilon, delta=plan.delta) == plan.sigma
     assert lc.epsilon(plan, delta=plan.delta) == pytest.approx(plan.epsilon, rel=1e-3)
+    assert lc.epsilon(plan) == lc.epsilon(plan, delta=plan.delta)
     assert lc.epsilon(plan, delta=1e-6) > plan.epsilon
     assert lc.epsilon(plan, delta=1e-4, noise_multiplier=2 * plan.sigma) < plan.epsilon
 
@@ -58,6 +59,7 @@ def test_noise_for_a_budget_and_its_epsilon_are_inverse(plan):
         ({"delta": 1e-5, "noise_multiplier": 0.0, **RUN}, "noise_multiplier is 0.0; it must be"),
         ({"delta": 2, "noise_multiplier": 1.0, **RUN}, "delta is 2; it must be"),
         ({"plan": "plan.json", "delta": 1e-5}, "what lc.plan returns"),
+        (RUN | {"noise_multiplier": 1.0}, "delta is None"),
     ],
 )
 def test_half_a_question_is_refused(given, told):

@@ -223,6 +223,7 @@ def test_noiser_states(tmp_path_factory, data):
     key = oracle.key()
     key.save(folder / "run.key")
     noiser = lc.Noiser(oracle.plan(), key)
+    noiser.batch()
     noiser.add({"w": torch.zeros(3)})
     good = noiser.state_dict()
     noiser.run.close()

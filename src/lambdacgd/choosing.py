@@ -202,6 +202,9 @@ def choose(mechanism: Mechanism, setting: Setting) -> tuple[Mechanism, dict[str,
     if isinstance(mechanism, BandInvMF | BLT) and mechanism.amplified:
         if not setting.amplified:
             asked = f"{type(mechanism).__name__}(amplified=True)"
+            if setting.epsilon is None:
+                how = "make a plan for an ε and give its mechanism=plan.mechanism here, or give its coefficients"
+                raise InvalidInput("amplified", f"{asked} is optimised for an ε. With a noise_multiplier {how}.")
             raise InvalidInput("amplified", f"{asked} needs Balls-in-Bins and a finite epsilon.")
         because = "they minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"
         selection = {"objective": "amplified-rmse", "because": because}

@@ -245,7 +245,10 @@ class SecretKey:
             OSError: The file cannot be read.
         """
         source = Path(path)
-        descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"there is no key file {source}: SecretKey.generate().save makes one") from None
         with open(descriptor, "rb", buffering=0) as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):

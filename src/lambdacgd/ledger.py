@@ -170,8 +170,8 @@ class Ledger:
             except OSError:
                 os.close(descriptor)
                 raise LedgerError(
-                    f"run {run_id} is in use by another process, or by an earlier privatize() in this one, with the "
-                    f"same noise: wait for it, call detach() on the earlier one, or start a new run"
+                    f"run {run_id} is in use by another process, or earlier in this one, with the same noise: "
+                    f"wait for it, let go of the earlier one (private.detach(), del noiser), or start a new run"
                 ) from None
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(path)):

@@ -201,10 +201,11 @@ class Plan:
 
     def rows(self) -> list[tuple[str, str]]:
         """What a person wants to know about the plan, as names and values: the lines of its table."""
+        certain = ", all drawn: no amplification" if getattr(self.sampling, "rate", 0) == 1 else ""
         rows = [
             ("privacy", f"ε = {at_least(self.epsilon)}, δ = {at_least(self.delta)}, zero-out of one example"),
             ("mechanism", str(self.mechanism)),
-            ("sampling", self.sampling.kind),
+            ("sampling", self.sampling.kind + certain),
             ("steps", f"{self.steps}: {counted(self.epochs, 'epoch')} of {self.steps_per_epoch}"),
             ("examples", f"{self.examples}, about {self.described_batch_size} a step"),
             ("noise", f"σ = {self.sigma:.6g}, relative to the clipping norm"),
@@ -255,6 +256,8 @@ class Plan:
         """
         try:
             return cls.from_json(read_bytes(path))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"there is no plan file {path}: plan.save(path) writes one") from None
         except InvalidInput:
             raise
         except ValueError as error:

@@ -34,7 +34,7 @@ from lambdacgd.sampling import BallsInBins, Poisson, Sampling
 def epsilon(
     plan: Plan | None = None,
     *,
-    delta: float,
+    delta: float | None = None,
     noise_multiplier: float | None = None,
     sampling_rate: float | None = None,
     steps: int | None = None,
@@ -44,7 +44,7 @@ def epsilon(
     Args:
         plan: a plan of any mechanism and sampling. The answer is what a plan of the same mechanism, sampling and σ
             claims at ``delta``, which may be another δ than the plan's.
-        delta: δ.
+        delta: δ. With a plan it may be left out: then it is the plan's.
         noise_multiplier: σ, relative to the clipping norm. With a plan it may be left out: then it is the plan's.
         sampling_rate: q, the probability that an example takes part in a step; in Opacus, 1 / len(data_loader).
         steps: how many steps were taken.
@@ -68,6 +68,8 @@ def epsilon(
         >>> round(lc.epsilon(sampling_rate=0.05, steps=50, noise_multiplier=1.0, delta=1e-5), 3)
         2.67
     """
+    if delta is None and isinstance(plan, Plan):
+        delta = plan.delta
     delta = number("delta", delta, above=0, below=1)
     if plan is None and noise_multiplier is None:
         raise InvalidInput("noise_multiplier", "Give the noise multiplier σ of the run, or its plan.")

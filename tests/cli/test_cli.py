@@ -175,6 +175,9 @@ def mixing():
 
 def model():
     return nn.Linear(3, 2)
+
+def train(model, data):
+    return make(model)
 """
 
 
@@ -185,7 +188,8 @@ def test_a_model_of_ones_own_is_checked(capsys, tmp_path, monkeypatch):
     assert "Linear can be trained privately" in capsys.readouterr().out
     for factory, told in {
         "factories_of_mine:mixing": "BatchNorm",
-        "factories_of_mine:model": "FACTORY: factories_of_mine:model must return a model",
+        "factories_of_mine:model": "lambdacgd: factories_of_mine:model must return a model",
+        "factories_of_mine:train": "train is called without arguments: missing a required argument: 'model'",
         "factories_of_mine:nothing": "has no function nothing",
         "factories_of_nobody:make": "there is no module factories_of_nobody",
         "factories_of_mine": "it must be module:function",

@@ -76,10 +76,36 @@ def misnames(layer: Layer, x: Tensor) -> Tensor:
     return tap(layer, layer.hidden(x), recorder, x)
 
 
-@pytest.mark.parametrize("rule", [forgets_the_bias, doubles, misnames])
-def test_a_wrong_rule_is_refused(rule: Any) -> None:
-    with pytest.raises(ClippingError, match=r"differ from one-example-at-a-time|no name in layer\.names"):
-        register(Scale, example=example)(rule)
+def of_sequences_only(layer: Layer, x: Tensor) -> Tensor:
+    def recorder(gradient: Tensor, x: Tensor) -> Iterator[Record]:
+        yield Stored(layer.names["weight"], (gradient * x).sum(1))
+        yield Stored(layer.names["bias"], gradient.sum(1))
+
+    return tap(layer, layer.hidden(x), recorder, x)
+
+
+def of_rows_only(layer: Layer, x: Tensor) -> Tensor:
+    def recorder(gradient: Tensor, x: Tensor) -> Iterator[Record]:
+        first = (slice(None), *[0] * (x.dim() - 2))
+        yield Stored(layer.names["weight"], (gradient * x)[first])
+        yield Stored(layer.names["bias"], gradient.flatten(1, -2).sum(1) if x.dim() > 2 else gradient)
+
+    return tap(layer, layer.hidden(x), recorder, x)
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape", "said"),
+    [
+        (forgets_the_bias, (5, 4, 3), "rule for Scale gives other gradients for 'bias' than autograd"),
+        (doubles, (5, 4, 3), "rule for Scale gives other gradients for '"),
+        (misnames, (5, 4, 3), r"no name in layer\.names"),
+        (of_sequences_only, (5, 4, 3), r"have shape \(\).*on an input of shape \(5, 3\)"),
+        (of_rows_only, (5, 3), r"other gradients for 'weight' than .* shape \(5, 2, 3\)"),
+    ],
+)
+def test_a_wrong_rule_is_refused(rule: Any, shape: tuple[int, ...], said: str) -> None:
+    with pytest.raises(ClippingError, match=said):
+        register(Scale, example=lambda: (Scale(3), torch.randn(shape)))(rule)
     assert Scale not in RULES
     model = nn.Sequential(Scale(3))
     attach(model)  # without a rule it is followed

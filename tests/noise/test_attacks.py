@@ -118,6 +118,7 @@ def sums(to: Setting, *, d: int = 20_000, steps: int = 3, device: str = "cpu") -
                     del noiser  # and its lock
                     noiser = lc.Noiser(p, lc.SecretKey.load(path), max_grad_norm=1.0)
                     noiser.load_state_dict(state)
+                noiser.batch()
                 total = torch.tensor(g * present, dtype=kind, device=device)
                 numbers.append(noiser.add({"w": total})["w"].to(to.dtype).cpu().double().numpy())
         return Release(numbers, [g] * steps, steps)

@@ -27,7 +27,7 @@ def test_a_step_twice():
     backward(module, next(iter(private.loader)))
     optimizer.step()
     before = oracle.weights(module)
-    with pytest.raises(TrainingError, match="same gradients are never used twice"):
+    with pytest.raises(TrainingError, match=r"same gradients are never used twice\. Call it once for each batch"):
         optimizer.step()
     assert all(torch.equal(v, before[n]) for n, v in oracle.weights(module).items())
     assert private.steps_taken == 1
@@ -37,7 +37,7 @@ def test_a_step_twice():
 
 def test_a_step_before_any_batch():
     _, _, optimizer = start()
-    with pytest.raises(TrainingError, match="no batch was taken"):
+    with pytest.raises(TrainingError, match=r"no batch was taken.*, not from a DataLoader of your own"):
         optimizer.step()
 
 
@@ -216,9 +216,9 @@ def test_a_dataset_that_grows_mid_run():
 def test_the_horizon_is_fixed():
     private, module, optimizer = start()
     oracle.loop(private, module, optimizer)
-    with pytest.raises(TrainingError, match="horizon is fixed"):
+    with pytest.raises(TrainingError, match=r"horizon is fixed.*to train longer"):
         next(iter(private.loader))
-    with pytest.raises(TrainingError, match="more steps need a new plan"):
+    with pytest.raises(TrainingError, match="to train longer, make a plan with more epochs"):
         optimizer.step()
 
 

@@ -38,10 +38,7 @@ def floating_point(plan: Plan, rng: np.random.Generator) -> dict[str, Any]:
     for present in truth:
         g = rng.standard_normal(ELEMENTS)
         g = (g / np.linalg.norm(g)).astype(np.float32).astype(np.float64)
-        narrow, wide = (
-            Noiser(plan, max_grad_norm=1.0).add({"sum": torch.tensor(g * present, dtype=dtype)})["sum"].double().numpy()
-            for dtype in (torch.float32, torch.float64)
-        )
+        narrow, wide = (first_release(plan, torch.tensor(g * present, dtype=t)) for t in (torch.float32, torch.float64))
         guesses["granularity"].append(granularity(narrow, g) > 0)
         guesses["angles"].append(angles((wide - g) / size) > angles(wide / size))
         guesses["shared bits"].append(shared_bits((wide - g) / size) > shared_bits(wide / size))
@@ -55,6 +52,13 @@ def floating_point(plan: Plan, rng: np.random.Generator) -> dict[str, Any]:
             "p_value": float(stats.fisher_exact([[right, wrong], [HALF - right, HALF - wrong]]).pvalue),
         }
     return {"covered": True, "trials": 2 * HALF, "elements": ELEMENTS, "attacks": attacks}
+
+
+def first_release(plan: Plan, total: torch.Tensor) -> Array:
+    """The sum of a first step, as a new run releases it."""
+    noiser = Noiser(plan, max_grad_norm=1.0)
+    noiser.batch()
+    return np.asarray(noiser.add({"sum": total})["sum"].double())
 
 
 def granularity(released: Array, g: Array, *, mantissa: int = 23) -> float:

@@ -33,7 +33,9 @@ def guarded(command: Callable[..., Any], argv: Sequence[str] | None, *, program:
         from lambdacgd.cli.options import flag_of
 
         said = error.complaint.replace("noise_multiplier", "--noise-multiplier").replace(" epsilon ", " --epsilon ")
-        return _complain(program, flag_of(error.parameter) + said)
+        flag = flag_of(error.parameter)
+        whole = said.startswith(": ") and not flag.startswith("-")  # a sentence of what was named without a flag
+        return _complain(program, said[2:] if whole else flag + said)
     except (ValueError, TrainingError, LedgerError) as error:
         return _complain(program, str(error))
     except BrokenPipeError:  # who reads us has seen enough

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ RUN: dict[str, Any] = {
 BUDGET = {
     "epsilon": Annotated[float | None, typer.Option(help="Privacy budget ε; inf means no noise at all.")],
     "noise_multiplier": Annotated[
-        float | None, typer.Option(help="σ, instead of ε: which ε it gives is computed. λ must be given.")
+        float | None, typer.Option(help="σ, instead of ε: which ε it gives is computed. Give --lambda, too.")
     ],
 }
 COMPARED = ("bands", "buffers", "sampling", "bins", "schedule", "warmup", "final_rate")
@@ -139,7 +140,12 @@ def check(
     """Check that a model of yours can be trained privately: its clipped gradients against one example at a time."""
     if loss_reduction not in ("mean", "sum"):
         raise InvalidInput("loss_reduction", loss_reduction, "it must be mean or sum")
-    made = _imported("factory", factory)()
+    make = _imported("factory", factory)
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise InvalidInput("factory", f"{factory} is called without arguments: {error}") from None
+    made = make()
     from torch import nn
 
     from lambdacgd.clipping import check_model

@@ -63,7 +63,8 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
     console.print(_comparison_table(plans))
     console.print(
         "RMSE and MaxSE are of the sum of gradients, in units of the clipping norm.\n"
-        "Stored: noise vectors of the model's size; 0 means that the noise is regenerated."
+        "Stored: noise vectors of the model's size; 0 means that the noise is regenerated.\n"
+        "Exact: the transfer-matrix accountant, of the mechanism or of one that dominates it."
     )
     if plot:
         console.print(f"figure written to {plot}")
@@ -82,7 +83,8 @@ def _remarks(plan: Plan) -> list[str]:
     if refusal := plan.certificate.details.get("transfer_matrix_refused"):
         lines.append(f"[yellow]The exact accountant refuses, so this σ has no amplification:[/] {escape(refusal)}")
     if selection := plan.selection:
-        lines.append(f"{selection['parameter']} was chosen by {selection['objective']}: {selection['because']}")
+        were = "were" if selection["parameter"].endswith("s") else "was"
+        lines.append(f"{selection['parameter']} {were} chosen by {selection['objective']}: {selection['because']}")
         if "candidates" in selection:
             lines.append("What each objective would choose, by quick estimates:")
         for candidate in selection.get("candidates", ()):

@@ -24,7 +24,7 @@ from lambdacgd.clipping.rules import register as keep_rule
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import AnyDropout, tree_leaves, tree_map
 
-_SINGLE = 1e-4  #: what rounding may do to a comparison in float32
+_EXACT, _SINGLE = 1e-6, 1e-4  #: what rounding may do to a comparison in float64 and in float32
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def check_model(
     *,
     loss: Loss,
     loss_reduction: LossReduction = "mean",
-    tolerance: float = 1e-6,
+    tolerance: float = _EXACT,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> Report:
     """Compare clipping on ``batch`` with plain autograd, one example at a time, in float64 on a copy of the model.
@@ -156,7 +156,8 @@ def register(
 
     Args:
         kind: The class of layers; subclasses that compute alike are meant, too.
-        example: Makes a layer of that class and an input for it, of three or more examples.
+        example: Makes a layer of that class and an input for it, of three or more examples. Of an input [B, T, size]
+            the first [B, size] is tried, too, and of [B, size] one of [B, 2, size], if the layer takes them.
         finds_batch: Whether the rule looks for the batch dimension itself (``layer.is_batched(x)``). Otherwise it is
             called only if its first argument has the batch first.
         pointwise: Whether the layer treats all leading dimensions of its only argument alike, as Linear does.
@@ -165,7 +166,7 @@ def register(
         A decorator that keeps the rule and returns it.
 
     Raises:
-        ClippingError: The rule's sums are not those of one example at a time; it is not kept.
+        ClippingError: The rule gives other gradients than one example at a time; it is not kept.
     """
 
     def keep(rule: Rule) -> Rule:
@@ -175,7 +176,8 @@ def register(
         try:
             if rule_for(module) is not rule:
                 raise ClippingError(f"the example is a {type(module).__name__}, which is no plain {kind.__name__}.")
-            check_model(nn.Sequential(module), x, loss=_bent)
+            _check_rule(module, x)
+            _check_other_shape(module, x[:, 0] if x.dim() > 2 else torch.stack((x, x.flip(0)), 1))
         except BaseException:
             RULES.pop(kind)
             if before is not None:
@@ -184,6 +186,27 @@ def register(
         return rule
 
     return keep
+
+
+def _check_rule(module: nn.Module, x: Tensor) -> None:
+    report = check_model(nn.Sequential(module), x, loss=_bent, tolerance=math.inf)
+    name, worst = max(report.differences.items(), key=lambda item: item[1], default=("", 0.0))
+    if worst > (_EXACT if report.dtype == torch.float64 else _SINGLE):  # the norms are wrong then, so all sums
+        rule = f"the rule for {type(module).__name__} gives other gradients for '{name[2:]}'"
+        raise ClippingError(f"{rule} than autograd does for one example at a time.")
+
+
+def _check_other_shape(module: nn.Module, x: Tensor) -> None:
+    """A rule that is right for one number of dimensions may add up too much or too little for another."""
+    try:
+        with torch.no_grad():
+            apart = torch.allclose(module(x), torch.cat([module(one) for one in x.split(1)]), atol=1e-4)
+        if apart:
+            _check_rule(module, x)
+    except ClippingError as error:
+        raise ClippingError(f"{error} That was on an input of shape {tuple(x.shape)}.") from error
+    except Exception:  # neither the layer nor its rule need take such an input: then training says so
+        return
 
 
 def _bent(model: nn.Module, x: Any) -> Tensor:

@@ -58,7 +58,7 @@ class LambdaCGD(Mechanism):
         λCGD λ=0.99999 normalised
     """
 
-    lam: float | Auto = parameter("auto", "λ of λCGD: a number in [0, 1) or auto (default).", symbol="λ")
+    lam: float | Auto = parameter("auto", "λ, the share of noise that λCGD takes back: [0, 1) or auto.", symbol="λ")
     normalized: bool | Auto = parameter(False, "Column-normalised λCGD.", symbol="normalised")
     objective: Objective | None = parameter(None, _OBJECTIVE, request=True, kw_only=True)
     name: ClassVar[str] = "lambda-cgd"

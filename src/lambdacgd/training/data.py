@@ -75,7 +75,8 @@ def check_dataset(dataset: Any, plan: Plan) -> None:
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise InvalidInput("dataset", f"{type(dataset).__name__} is not map-style. Of a DataLoader pass its dataset.")
     if len(dataset) != plan.examples:
-        raise InvalidInput("dataset", f"It has {len(dataset)} examples, and the plan is for {plan.examples}.")
+        has = f"The dataset has {len(dataset)} examples, and the plan is for {plan.examples}"
+        raise InvalidInput("dataset", f"{has}: plan anew with lc.plan(dataset, …).")
     check_no_repeats(dataset)
 
 

@@ -49,6 +49,7 @@ _INTERRUPTED = (
     "the logical batch under way is not whole: handing it out was interrupted, or a backward pass failed while it "
     "added to the sums, and what earlier parts had added was lost. Loop over private.loader anew, which yields it again"
 )
+_LONGER = "to train longer, make a plan with more epochs"
 _CLOSURE = "optimizer.step(closure) would use the batch twice: call backward(), then optimizer.step() without a closure"
 _SCALER = (
     "GradScaler does not fit: its scale would change what is clipped. Use torch.autocast with bfloat16, which needs no "
@@ -174,7 +175,7 @@ class Loader:
         # A run that was finished when it was loaded has no more batches: the same script goes on behind its loop.
         if self._loop.cycle.done >= self._plan.steps and self._loop.reading is not None:
             over = f"all {self._plan.steps} steps of the plan are done; the horizon is fixed"
-            raise TrainingError(f"{over}. For one epoch after the other loop over private.epochs()")
+            raise TrainingError(f"{over}. For one epoch after the other loop over private.epochs(); {_LONGER}")
         self._turn += 1
         return self._iterate(last_step, self._turn)
 
@@ -293,9 +294,12 @@ class Cycle:
         if self.phase is not Phase.IDLE:
             return
         if self.done == self.steps:
-            raise TrainingError(f"all {self.steps} steps of the plan are done: more steps need a new plan")
-        what = f"step {self.done} is done" if self.done else "no batch was taken"
-        raise TrainingError(f"optimizer.step() without a new batch ({what}): the same gradients are never used twice")
+            raise TrainingError(f"all {self.steps} steps of the plan are done: {_LONGER}")
+        if not self.done:
+            own = "take batches from private.loader or private.epochs(), not from a DataLoader of your own"
+            raise TrainingError(f"optimizer.step() without a new batch (no batch was taken): {own}")
+        once = "the same gradients are never used twice. Call it once for each batch"
+        raise TrainingError(f"optimizer.step() without a new batch (step {self.done} is done): {once}")
 
     def check_backward(self, seen: int) -> None:
         """Raise unless the backward passes have covered what was handed out: ``seen`` is the number of examples."""
@@ -305,8 +309,12 @@ class Cycle:
         if rows == 0:
             raise TrainingError(f"backward() was not called on the last physical batch ({size} examples): call it once")
         if rows > size and rows % size == 0:
-            raise TrainingError(f"backward() was called {rows // size} times on one physical batch: call it once")
-        raise TrainingError(f"the backward passes covered {rows} rows for a batch of {size} examples: check collate_fn")
+            once = "call it once. To accumulate gradients, give privatize max_physical_batch_size"
+            raise TrainingError(f"backward() was called {rows // size} times on one physical batch: {once}")
+        raise TrainingError(
+            f"the backward passes covered {rows} rows for a batch of {size} examples: check collate_fn, or the model "
+            "ran on other data than the loader's batch"
+        )
 
 
 # --- the hooks -------------------------------------------------------------------------------------------------------
@@ -413,10 +421,9 @@ class Loop:
         self._refuse_interrupted()
         cycle.check_backward(self.clipper.examples)
         if cycle.phase is Phase.WHOLE:
-            late = (
-                f"the batch of step {cycle.current} is whole, but optimizer.step() was not called before the next batch"
-            )
-            raise TrainingError(f"{late}. Call it after every backward()")
+            late = f"the batch of step {cycle.current} is whole, but optimizer.step() was not called before the next"
+            how = "Call it after every backward(). To accumulate gradients, give privatize max_physical_batch_size"
+            raise TrainingError(f"{late}. {how}")
 
     def hand_out(self, chunk: Chunk) -> None:
         """The loader gives the next physical batch to the user."""
@@ -681,7 +688,8 @@ class Weights:
         if not {id(p) for p in self._model.parameters()} <= self._expected.keys() or self.changed():
             raise TrainingError(
                 "these weights are not those of the run's last step: something else has changed them since, and the "
-                "run's (ε, δ) may not be theirs. Export before changing them; what you make of them save yourself"
+                "run's (ε, δ) may not be theirs. Export before you change them. No claim is made for "
+                "what you make of them: save it with torch.save(model.state_dict(), path)"
             )
 
 

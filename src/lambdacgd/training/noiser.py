@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from lambdacgd.keys import SecretKey
 from lambdacgd.noise import Layout
 from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
 from lambdacgd.planning import Plan
+from lambdacgd.torch_private import version
 from lambdacgd.training.checkpoint import check_identity, content_digest
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.run import Run
@@ -61,6 +63,7 @@ class Noiser:
         self._done = 0
         self._batches: Iterator[NDArray[np.int64]] | None = None
         self._batch: NDArray[np.int64] | None = None
+        self._noised: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}  # what `add` returned last, its version
 
     @property
     def plan(self) -> Plan:
@@ -91,7 +94,8 @@ class Noiser:
         """Whose gradients to sum in the next step.
 
         Returns:
-            Indices of examples, which are not private. None at all is possible, and still a step.
+            Indices of examples, which are not private. None at all is possible, and still a step. They are the same
+            until ``add``, and after a resume.
 
         Raises:
             TrainingError: All steps of the plan are done.
@@ -110,7 +114,7 @@ class Noiser:
         afterwards resumes from this step's ``state_dict()`` or not at all.
 
         Args:
-            sums: The clipped sums of this batch by name, in float32 or float64. The first call fixes names and shapes.
+            sums: The clipped sums of ``batch()`` by name, in float32 or float64. The first call fixes names and shapes.
 
         Returns:
             The same dictionary.
@@ -120,11 +124,20 @@ class Noiser:
                 this step's noise, and the step can be done again.
             InvalidInput: The sums are no tensors, or too many numbers for what the plan sets aside for floating point.
             LayoutError: Names or shapes are not those of the first call.
-            TrainingError: All steps of the plan are done.
+            TrainingError: All steps of the plan are done, ``batch()`` was not called for this step, or the sums are
+                those that the last ``add`` returned.
         """
         self._check_horizon()
-        if not isinstance(sums, dict) or not sums or not all(isinstance(x, torch.Tensor) for x in sums.values()):
+        if self._batch is None:
+            own = "the noise is right for sums over the plan's own batches alone"
+            raise TrainingError(f"call batch() before add, in step {self.steps_taken + 1} too: {own}")
+        if isinstance(sums, dict) and not sums:
+            raise InvalidInput("sums", "sums is an empty dict: it must hold the clipped sums of this batch by name.")
+        if not isinstance(sums, dict) or not all(isinstance(x, torch.Tensor) for x in sums.values()):
             raise InvalidInput.of_type("sums", sums, "a dict of name -> float32 tensor, the clipped sums of this batch")
+        if any(n in sums and sums[n] is last() and version(sums[n]) == at for n, (last, at) in self._noised.items()):
+            copies = "If torch did not see how they were filled since (NumPy, a CUDA graph), give copies"
+            raise TrainingError(f"these tensors still hold what the last add returned, not this batch's sums. {copies}")
         if self.layout is None:
             self._step.layout = Layout.of({name: tuple(value.shape) for name, value in sums.items()})
         noised = False
@@ -138,9 +151,8 @@ class Noiser:
                     value.zero_()
             raise
         self._done += 1
-        self._batch, moved = None, self._batch is not None
-        if not moved:
-            self._batches = None  # batch() was not asked for this step, so its iterator stands one behind
+        self._batch = None
+        self._noised = {n: (weakref.ref(x), version(x)) for n, x in sums.items() if not x.is_inference()}
         return sums
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,4 +213,5 @@ class Noiser:
 
     def _check_horizon(self) -> None:
         if self.finished:
-            raise TrainingError(f"all {self.plan.steps} steps are done; the horizon is fixed: more need a new plan")
+            longer = "to train longer, make a plan with more epochs"
+            raise TrainingError(f"all {self.plan.steps} steps are done; the horizon is fixed: {longer}")

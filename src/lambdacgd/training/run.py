@@ -63,7 +63,7 @@ class Run:
     def id(self) -> str:
         """The run's id. Asking for it starts the run, so the first time all ranks must ask."""
         if os.getpid() != self._process:
-            raise TrainingError("this run was forked, and its noise must not serve twice: privatize where you train")
+            raise TrainingError("this run was forked, and its noise must not serve twice: begin it where you train")
         if self._id is None:
             self._id = self.world.from_first("starting the run", self._start)
         return self._id
@@ -89,7 +89,7 @@ class Run:
         if not self._has_ledger:
             raise CheckpointError(
                 "this run's key lives in memory only: nothing could resume it. Make a key file before training: "
-                'key = SecretKey.generate(); key.save("run.key"); privatize(…, key=key)'
+                'key = SecretKey.generate(); key.save("run.key"); then give key=key'
             )
 
     def release(self, step: int, *, digest: str, kind: str) -> None:

@@ -772,8 +772,10 @@ def pack_small(records: list[Record]) -> list[Record]:
 
 
 def holders(x: Tensor) -> int:
-    """How many tensors and arrays lie in the memory of ``x``, itself among them."""
-    return storage_holders(storage_handle(x.untyped_storage())) - 1  # one is what this asks
+    """How many tensors and arrays lie in the memory of ``x``, itself among them; other processes count as one."""
+    storage = x.untyped_storage()  # which is one more
+    sent = x.device.type == "cpu" and storage.is_shared()  # by torch.multiprocessing, which moves it to shared memory
+    return storage_holders(storage_handle(storage)) - 1 + sent
 
 
 class Totals:

@@ -414,30 +414,28 @@ class BackwardPass:
         filled, zeros = self.totals.filled, self.totals.zeros
         return {name: filled[name] if name in filled else zeros(name, p) for name, p in self.parameters.items()}
 
-    def settle(self) -> bool:
-        """Wait until it is known whether the sums stand, which were formed as if every gradient were finite.
+    def stands(self) -> bool:
+        """Whether the sums stand, which were formed as if every gradient were finite. Waits for the device."""
+        return self._hoped is None or self._hoped[0]()
 
-        Returns:
-            Whether they stand. If not, they have been formed again, without the examples whose gradients are not
-            finite, and whoever has used them does so again.
+    def settle(self) -> None:
+        """Where the sums do not stand, form them again, without the examples whose gradients are not finite. Whoever
+        has used them does so again.
 
         Raises:
             ClippingError: They cannot be formed again: what they are formed of was changed in place.
         """
         if self._hoped is None:
-            return True
-        finite, again = self._hoped
+            return
         try:
-            stand = finite()
-            if not stand:
+            if not self.stands():
                 self.totals.clear()
                 with torch.no_grad(), bounds.uncast(self.anchor):
-                    again()
+                    self._hoped[1]()
         except BaseException:  # as in `_clip_and_add`
             self.zero()
             raise
         self._hoped = None
-        return stand
 
     def zero(self) -> None:
         """Forget the sums, norms and counts gathered so far."""

@@ -158,6 +158,23 @@ def test_graphs_do_not_outlive_the_memory_they_know(graphs: Graphs, tmp_path):  
     assert not any(step._graphs.get(kind) is graph for kind, graph in kept.items())
 
 
+def test_a_gradient_kept_from_an_ordinary_step_never_shows_sums_without_noise(graphs: Graphs):  # noqa: F811
+    """Capturing begins with parts of steps, which wrote their sums where it lay."""
+    private, step = captured(graphs, padded=5)
+    x, y = next(iter(private.loader))
+    loss(private.model, x, y).backward()
+    private.optimizer.step()
+    kept = [p.grad for p in private.model.parameters()]
+    before = [x.clone() for x in kept]
+    private.optimizer.zero_grad()
+    same = []
+    step.disturb = lambda n: same.append(all(map(torch.equal, kept, before)))
+    step.run(2)
+    assert same
+    assert all(same)
+    assert all(map(torch.equal, kept, before))
+
+
 def test_a_rate_in_host_memory_is_a_constant_too(graphs: Graphs):  # noqa: F811
     private, step = captured(graphs)
     group = private.optimizer.param_groups[0]

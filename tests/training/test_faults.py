@@ -7,10 +7,13 @@ import signal
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from lambdacgd.clipping import gpu
 from lambdacgd.noise import NonFiniteSum
 from lambdacgd.training import TrainingError
+from lambdacgd.training.loop import Gradients
 from tests.faults import fault
 from tests.training import oracle
 from tests.training.disturbed import backward, check_same_end, start
@@ -62,6 +65,24 @@ def test_ctrl_c_while_noise_is_added(monkeypatch):
     monkeypatch.undo()
     assert private.steps_taken == 0
     check_same_end(private, module, optimizer)
+
+
+def test_ctrl_c_twice_while_sums_are_formed_again(monkeypatch):
+    """The second one while the first is handled: what is in p.grad then has noise, or is nothing."""
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    private, module, optimizer = start()
+    x, y = next(iter(private.loader))
+    losses = F.cross_entropy(module(x), y, reduction="none")
+    losses.mul(torch.where(torch.arange(len(x)) == 0, float("nan"), 1.0)).mean().backward()
+
+    def pressed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(private.clipper.totals, "finish", pressed)
+    monkeypatch.setattr(Gradients, "clear", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert all(p.grad is None for p in module.parameters())
 
 
 class Fails(torch.optim.SGD):

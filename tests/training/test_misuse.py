@@ -415,7 +415,16 @@ def test_a_forward_pass_of_an_earlier_batch_is_refused():
     assert private.clipper.examples == 0
 
 
-@pytest.mark.parametrize("keep", [lambda p: p.grad, lambda p: p.grad.detach().view(-1), lambda p: p.grad.numpy()])
+def sent(p):
+    """The gradient as another process sees it, to which torch.multiprocessing sent it."""
+    storage = p.grad.untyped_storage()
+    there = torch.UntypedStorage._new_shared_filename_cpu(*storage._share_filename_cpu_())
+    return torch.empty(0).set_(there, p.grad.storage_offset(), p.shape, p.stride())
+
+
+@pytest.mark.parametrize(
+    "keep", [lambda p: p.grad, lambda p: p.grad.detach().view(-1), lambda p: p.grad.numpy(), sent]
+)
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_gradient_that_somebody_keeps_never_shows_sums_without_noise(keep, to_none):
     """An optimizer in its state, a logger: the next backward pass wrote its sums into what they kept."""

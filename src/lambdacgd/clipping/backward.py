@@ -25,11 +25,16 @@ from torch import Tensor, nn
 from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.bounds import Factors, Mode, Norm, clip_factors
 from lambdacgd.errors import ClippingError
-from lambdacgd.torch_private import after_backward, storage_handle, storage_holders, will_execute
+from lambdacgd.torch_private import after_backward, storage_handle, storage_holders, version, will_execute
 
 LossReduction = Literal["mean", "sum", "none"]
-#: Whether all gradients were finite, to be asked; what adds their records, masked or not; and the mask.
-Hoped = tuple[Callable[[], bool], Callable[[Tensor | None], None], Tensor]
+#: Whether all gradients were finite, to be asked; and what adds the records of those that were.
+Hoped = tuple[Callable[[], bool], Callable[[], None]]
+
+_CHANGED = (
+    "an example's gradient is not finite, and to leave it out the sums are formed again; but an input of the model or "
+    "a gradient was changed in place after backward(). Do so after optimizer.step(), or give the model a copy."
+)
 
 # Temporaries of the norm pass are cut into groups of examples of at most this many elements.
 CHUNK_CPU, CHUNK_CUDA = 1 << 19, 1 << 27
@@ -79,6 +84,10 @@ class Record:
         first row of every example comes first, then the second of every example.
         """
         return Stored(self.name, fold(self.materialise(slice(0, self.examples)), examples, minor=minor).sum(1))
+
+    def reads(self) -> tuple[Tensor, ...]:
+        """Tensors that `add` reads and that others hold, too: inputs of layers, gradients of their outputs."""
+        return ()
 
     @property
     def examples(self) -> int:
@@ -182,6 +191,7 @@ class Outer(Record):
     b: Tensor
     shape: torch.Size
     transposed: bool = False  # the parameter is stored [in, out] (Hugging Face Conv1D)
+    image: Tensor | None = None  # what patches are made of
 
     def __post_init__(self) -> None:
         examples, tokens, out = self.b.shape
@@ -190,6 +200,10 @@ class Outer(Record):
         self.sizes = examples, tokens, inner, out
         self.matrix = (inner, out) if self.transposed else (out, inner)  # the parameter's shape as one
         self.is_direct = direct(self.sizes, patches=patches)
+
+    def reads(self) -> tuple[Tensor, ...]:
+        given = self.image if callable(self.a) else self.a
+        return (self.b,) if given is None else (given, self.b)
 
     def left(self, rows: slice) -> Tensor:
         return self.a(rows) if callable(self.a) else self.a[rows]
@@ -400,27 +414,28 @@ class BackwardPass:
         filled, zeros = self.totals.filled, self.totals.zeros
         return {name: filled[name] if name in filled else zeros(name, p) for name, p in self.parameters.items()}
 
-    def settle(self) -> bool:
-        """Wait until it is known whether the sums stand, which were formed as if every gradient were finite.
+    def stands(self) -> bool:
+        """Whether the sums stand, which were formed as if every gradient were finite. Waits for the device."""
+        return self._hoped is None or self._hoped[0]()
 
-        Returns:
-            Whether they stand. If not, they have been formed again, without the examples whose gradients are not
-            finite, and whoever has used them does so again.
+    def settle(self) -> None:
+        """Where the sums do not stand, form them again, without the examples whose gradients are not finite. Whoever
+        has used them does so again.
+
+        Raises:
+            ClippingError: They cannot be formed again: what they are formed of was changed in place.
         """
         if self._hoped is None:
-            return True
-        finite, add, keep = self._hoped
+            return
         try:
-            stand = finite()
-            if not stand:
+            if not self.stands():
                 self.totals.clear()
                 with torch.no_grad(), bounds.uncast(self.anchor):
-                    add(keep)
+                    self._hoped[1]()
         except BaseException:  # as in `_clip_and_add`
             self.zero()
             raise
         self._hoped = None
-        return stand
 
     def zero(self) -> None:
         """Forget the sums, norms and counts gathered so far."""
@@ -609,27 +624,35 @@ class BackwardPass:
             self.totals.finish(keep)
 
         try:
-            self._add_finite(add, factors)
+            self._add_finite(add, factors, records)
         except BaseException:  # out of memory, Ctrl-C: half of these examples' sum, to which a second try would add
             self.zero()
             raise
 
-    def _add_finite(self, add: Callable[[Tensor | None], None], factors: Factors) -> None:
+    def _add_finite(self, add: Callable[[Tensor | None], None], factors: Factors, records: list[Record]) -> None:
         """Add the examples whose gradients are finite: masked where some are not, since 0·NaN is NaN.
 
         On CUDA the host would wait for that answer with nothing queued. So the sums are first formed as if all were
         finite, where they can be formed again (nothing else is in their buffers), and the answer is read when somebody
-        needs it: `settle`.
+        needs it: `settle`. Until then what the records read must stay as it is, a loop's own input buffer, say.
         """
         if is_capturing(factors.keep):
             add(factors.keep)
             return
         finite = on_its_way(factors.finite.all())
-        if self.sharded or self.totals.filled:
+        if factors.keep.device.type != gpu.DEVICE or self.sharded or self.totals.filled:
             add(None if finite() else factors.keep)
-        else:
-            add(None)
-            self._hoped = finite, add, factors.keep
+            return
+        add(None)
+        read = [x for record in records for x in record.reads()]
+        written = list(map(version, read))
+
+        def again() -> None:
+            if list(map(version, read)) != written:
+                raise ClippingError(_CHANGED)
+            add(factors.keep)
+
+        self._hoped = finite, again
 
 
 def is_capturing(x: Tensor) -> bool:
@@ -747,8 +770,10 @@ def pack_small(records: list[Record]) -> list[Record]:
 
 
 def holders(x: Tensor) -> int:
-    """How many tensors and arrays lie in the memory of ``x``, itself among them."""
-    return storage_holders(storage_handle(x.untyped_storage())) - 1  # one is what this asks
+    """How many tensors and arrays lie in the memory of ``x``, itself among them; other processes count as one."""
+    storage = x.untyped_storage()  # which is one more
+    sent = x.device.type == "cpu" and storage.is_shared()  # by torch.multiprocessing, which moves it to shared memory
+    return storage_holders(storage_handle(storage)) - 1 + sent
 
 
 class Totals:

@@ -90,6 +90,9 @@ class CapturedStep:
         """One logical step: fill the table and capture what is missing, then replay."""
         loop, cycle = self._loop, self._loop.cycle
         step = cycle.current
+        if step != self._at:  # ordinary steps were taken, whose gradients somebody may keep
+            loop.clipper.zero()
+            loop.clipper.totals.leave()
         if step != self._at or step >= self._first_step + len(self._parts):
             self._fill_table(step)
         if self._held != self._constants():

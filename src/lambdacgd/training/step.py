@@ -78,7 +78,10 @@ class PrivateStep:
             all_reduce_(sums, int(step), self.run.world)  # over all processes
         self.add_noise_(sums, step, check=check and not late)  # + ζσ · (C⁻¹z)_t
         self.write(clipper.parameters, sums)  # p.grad = sums / plan.batch_size
-        if late and not clipper.settle():  # the sums are formed again, and nobody has seen the first ones
+        if late and not clipper.stands():  # the sums are formed again, and nobody has seen the first ones
+            for p in clipper.parameters.values():
+                p.grad = None  # it lies where they are formed, without noise
+            clipper.settle()
             with contextlib.suppress(NonFiniteSum):
                 self.noise.check()
             return self(clipper, step)

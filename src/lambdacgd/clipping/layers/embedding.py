@@ -30,6 +30,9 @@ class Rows(Record):
     b: Tensor  # [B, T, d]
     shape: torch.Size
 
+    def reads(self) -> tuple[Tensor, ...]:
+        return self.index, self.b
+
     def folded(self, examples: int, *, minor: bool) -> Record:
         index, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (self.index, self.b))
         return Rows(self.name, index, b, self.shape)
@@ -108,6 +111,9 @@ class Tied(Record):
     name: str
     rows: Rows
     head: Outer
+
+    def reads(self) -> tuple[Tensor, ...]:
+        return *self.rows.reads(), *self.head.reads()
 
     @property
     def examples(self) -> int:

@@ -177,7 +177,7 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
         return p.permute(order).reshape(p.shape[0] * groups, -1, positions).transpose(1, 2)
 
     if groups == 1:
-        return Outer(name, rows_of_patches, response.transpose(1, 2), shape)
+        return Outer(name, rows_of_patches, response.transpose(1, 2), shape, image=image)
     parts = []
     for rows in in_chunks(examples, positions * inner * groups, response.device):
         r = response[rows].reshape(-1, outer // groups, positions)

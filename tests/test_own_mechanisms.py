@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import lambdacgd as lc
+from lambdacgd.accounting import accountant_for
 from lambdacgd.mechanisms import error_norms
 from lambdacgd.mechanisms.base import BandedInverse
 from reproduce.sampled import gram_of
@@ -141,6 +142,9 @@ def test_column_scales_that_are_not_positive_numbers_are_refused(scale, how):
 
     with pytest.raises(lc.InvalidInput, match="positive finite numbers"):
         lc.plan(**SMALL, epsilon=2.0, mechanism=Scaled(), sampling=how)
+    bound = lc.BallsInBins("fixed", examples=20, steps_per_epoch=4, epochs=2)
+    with pytest.raises(lc.InvalidInput, match="positive finite numbers"):
+        accountant_for(Scaled(), bound).sigma(2.0, 1e-3)
 
 
 def test_a_recurrence_of_another_type_is_a_sentence():

@@ -14,9 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
-
-from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
+from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, check_scales, methods
 from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, listening, set_aside
 from lambdacgd.choosing import Setting, choose
 from lambdacgd.errors import InvalidInput, at_least, brief, counted, integer, number, shown
@@ -517,7 +515,7 @@ def _check_columns(mechanism: Mechanism, n: int) -> None:
 
     Training follows the recurrence.
     """
-    recurrence, scales = mechanism.recurrence(n), mechanism.column_scales(n)
+    recurrence = mechanism.recurrence(n)
     if type(recurrence) not in get_args(Recurrence):
         raise InvalidInput(
             "mechanism",
@@ -531,9 +529,7 @@ def _check_columns(mechanism: Mechanism, n: int) -> None:
                 f"{mechanism.name} has a {name}() of its own, and training follows its recurrence(): override "
                 "recurrence() alone, and column_scales() where columns are scaled.",
             )
-    if scales is not None and not (np.shape(scales) == (n,) and np.isfinite(scales).all() and np.min(scales) > 0):
-        wanted = f"column_scales() of {mechanism.name} must return {n} positive finite numbers, one a step"
-        raise InvalidInput("mechanism", f"{wanted}, and it returned {brief(scales)}.")
+    check_scales(mechanism, n)
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,16 @@
 """(mechanism, sampling, ε, δ) → σ with a certificate of why it suffices. NumPy and SciPy, no torch."""
 
-from lambdacgd.accounting.accountants import Accountant, accountant_for, check_epsilon, methods
+from lambdacgd.accounting.accountants import Accountant, accountant_for, check_epsilon, check_scales, methods
 from lambdacgd.accounting.certificate import Calibration, Certificate
 from lambdacgd.errors import AccountingError
 
-__all__ = ["Accountant", "AccountingError", "Calibration", "Certificate", "accountant_for", "check_epsilon", "methods"]
+__all__ = [
+    "Accountant",
+    "AccountingError",
+    "Calibration",
+    "Certificate",
+    "accountant_for",
+    "check_epsilon",
+    "check_scales",
+    "methods",
+]

@@ -22,6 +22,8 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from lambdacgd import cache
 from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, Bounding, Calibration, Certificate
 from lambdacgd.accounting.composed import LARGEST_EPSILON as LARGEST_COMPOSED
@@ -34,7 +36,7 @@ from lambdacgd.accounting.gaussian import METHOD as ANALYTIC
 from lambdacgd.accounting.gaussian import Unamplified
 from lambdacgd.accounting.poisson import METHOD as POISSON
 from lambdacgd.accounting.poisson import poisson_accountant
-from lambdacgd.errors import AccountingError, InvalidInput, at_least, number
+from lambdacgd.errors import AccountingError, InvalidInput, at_least, brief, number
 from lambdacgd.mechanisms import LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
 
@@ -72,6 +74,18 @@ def check_epsilon(sampling: Sampling, epsilon: float) -> None:
     if not (math.isinf(epsilon) or low <= epsilon <= high):
         allowed = f"{sampling.kind} is accounted for from {low:g} to {high:g}; use cyclic sampling, which takes any"
         raise InvalidInput("epsilon", epsilon, allowed)
+
+
+def check_scales(mechanism: Mechanism, n: int) -> None:
+    """Refuse columns scaled by what is not positive: their signs and sizes would hide what they add.
+
+    Raises:
+        InvalidInput: a scale is not a positive finite number, or some are missing.
+    """
+    scales = mechanism.column_scales(n)
+    if scales is not None and not (np.shape(scales) == (n,) and np.isfinite(scales).all() and np.min(scales) > 0):
+        wanted = f"column_scales() of {mechanism.name} must return {n} positive finite numbers, one a step"
+        raise InvalidInput("mechanism", f"{wanted}, and it returned {brief(scales)}.")
 
 
 def _who(sampling: Sampling) -> type[Accountant]:
@@ -210,6 +224,7 @@ class Accountant:
     def _certified(self, question: Question, first: float, second: float) -> Calibration:
         """The answer as a certificate, from the disk if it was given before; that of "delta" is always computed."""
         self.mechanism.validate(self.sampling.block)
+        check_scales(self.mechanism, self.sampling.block.steps)
 
         def compute() -> dict[str, Any]:
             bound = self._answer(question, first, second)

@@ -60,6 +60,7 @@ Index = NDArray[np.int64]
 
 LONGEST = 1 << 24  #: of a transform: about half a gigabyte
 SAFETY = 1e-9  #: relative: bounds are enlarged by this before float64 computes with them
+LARGEST_LOSS = 700.0  #: e to its power is still a float64
 GUARD = 1e-14  #: absolute: added to the masses of infinite losses, for the rounding of sums of masses near 1
 
 
@@ -287,6 +288,8 @@ def gaussian_pair(quantum: float, deviation: float) -> DiscretePair:
     step = max(1, round(0.1 * deviation / quantum))  # chords add .2% to the variance
     while not nodes or min(nodes.values()) > 1e-15:
         at = (len(nodes) + 1) * step
+        if at * quantum > LARGEST_LOSS:
+            raise AccountingError(f"what all bins share has losses beyond {LARGEST_LOSS:g}; use a larger σ")
         nodes[at] = min(max(one_bin_delta(at * quantum, deviation) * (1 + 1e-9), 1e-300), 1.0)
     return dominating_pair(quantum, nodes, nodes)
 

@@ -428,7 +428,8 @@ def _waves(inner: _Inner) -> Array:
         waves = np.maximum(1 - apart / reach, 0.0)[..., None] * np.cos(apart[..., None] * angles)
         return np.asarray(waves[0] + (1 - 1 / k) * waves[1])
 
-    short = tapered(min(b, 2 * _FREQUENCIES), math.pi * np.arange(_FREQUENCIES + 1) / _FREQUENCIES)
+    # From here on these cosines mirror what they were: what is large near by would be large far away again.
+    short = tapered(min(b, _FREQUENCIES), math.pi * np.arange(_FREQUENCIES + 1) / _FREQUENCIES)
     long = tapered(b, np.geomspace(math.pi / b, 0.2, 16))
     return np.hstack([short, long, np.cos(np.outer(distance, 2 * math.pi / b * np.arange(1, min(b // 2, 8) + 1)))])
 

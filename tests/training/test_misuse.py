@@ -422,9 +422,7 @@ def sent(p):
     return torch.empty(0).set_(there, p.grad.storage_offset(), p.shape, p.stride())
 
 
-@pytest.mark.parametrize(
-    "keep", [lambda p: p.grad, lambda p: p.grad.detach().view(-1), lambda p: p.grad.numpy(), sent]
-)
+@pytest.mark.parametrize("keep", [lambda p: p.grad, lambda p: p.grad.detach().view(-1), lambda p: p.grad.numpy(), sent])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_gradient_that_somebody_keeps_never_shows_sums_without_noise(keep, to_none):
     """An optimizer in its state, a logger: the next backward pass wrote its sums into what they kept."""

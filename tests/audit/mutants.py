@@ -244,14 +244,14 @@ def bins_cut_to_the_batch_size(patch: Patch) -> None:
 
 def _sums(patch: Patch, change: Callable[[dict[str, Any]], None]) -> None:
     """Change clipped sums before they get their noise."""
-    original = Clipper.take
+    original = Clipper.gathered
 
-    def take(self: Any) -> dict[str, Any]:
+    def gathered(self: Any) -> dict[str, Any]:
         sums = original(self)
         change(sums)
         return sums
 
-    patch.setattr(Clipper, "take", take)
+    patch.setattr(Clipper, "gathered", gathered)
 
 
 @mutant("fresh", "weight in an epoch")

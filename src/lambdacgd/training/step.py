@@ -1,7 +1,7 @@
 """One private step, from the plan's batch to the gradient that the optimizer sees. Read this file first.
 
     batch  = the plan's own examples of step t              `PrivateStep.batches`      (sampling)
-    sums   = Σ_i clip(g_i, ζ)                                `clipper.take`             (clipping, in backward passes)
+    sums   = Σ_i clip(g_i, ζ)                                `clipper.gathered`         (clipping, in backward passes)
     sums   = added up over all processes                     `all_reduce_`              (distributed)
     sums  += ζσ · (C⁻¹z)_t, for λCGD ζσ · (z_t − λ·z_{t−1})  `PrivateStep.add_noise_`   (noise, computed from the key)
     p.grad = sums / plan.batch_size                          `PrivateStep.write`        (then the optimizer acts)

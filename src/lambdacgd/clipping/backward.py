@@ -47,6 +47,8 @@ _SMALL = 1 << 13
 _TOGETHER = 128
 # Sets of small parameters that get a buffer of their own; which take part may change with every batch (LayerDrop).
 _PACKS = 16
+# Clipping norms up to this one leave sums finite where all norms are; see `bounds`.
+_HOPE = 2.0**40
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -414,8 +416,15 @@ class BackwardPass:
         filled, zeros = self.totals.filled, self.totals.zeros
         return {name: filled[name] if name in filled else zeros(name, p) for name, p in self.parameters.items()}
 
+    @property
+    def hopes(self) -> bool:
+        """Whether the sums were formed as if every gradient were finite, and nobody has asked for them since: then
+        they are finite if they stand.
+        """
+        return self._hoped is not None
+
     def stands(self) -> bool:
-        """Whether the sums stand, which were formed as if every gradient were finite. Waits for the device."""
+        """Whether the sums stand, which were formed as if every gradient were finite. Waits for the norms."""
         return self._hoped is None or self._hoped[0]()
 
     def settle(self) -> None:
@@ -640,7 +649,8 @@ class BackwardPass:
             add(factors.keep)
             return
         finite = on_its_way(factors.finite.all())
-        if factors.keep.device.type != gpu.DEVICE or self.sharded or self.totals.filled:
+        at_once = self.sharded or self.totals.filled or self.max_grad_norm > _HOPE
+        if factors.keep.device.type != gpu.DEVICE or at_once:
             add(None if finite() else factors.keep)
             return
         add(None)

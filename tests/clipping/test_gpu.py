@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import attach, backward, gpu
+from lambdacgd.clipping import attach, gpu
 
 SEED = 21
 
@@ -101,58 +101,6 @@ def test_a_sum_of_nothing_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert gpu.weighted_sum(torch.empty(0), torch.empty(3, 0), torch.ones(3), torch.ones(3) > 0, fresh=True)
 
 
-class Together:
-    """Launches that many layers share, by the twins of each."""
-
-    def __init__(self) -> None:
-        self.scaled, self.normed = list[int](), list[int]()
-
-    def scaled_together(self, pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        self.scaled.append(len(pairs))
-        return [backward.scaled(x, factor) for x, factor in pairs]
-
-    def layer_norm_sums(self, uses: list[gpu.NormSums]) -> None:
-        self.normed.append(len(uses))
-        for use in uses:
-            b = use.gradient.flatten(1, -2)
-            normed = ((use.x - use.mean) * use.rstd).flatten(1, -2)
-            use.formed = (b * normed).sum(1), b.sum(1)
-
-    def weighted_sums(self, sums: list[gpu.WeightedSum], keep: Tensor | None, *, fresh: bool) -> None:
-        for total, gradients, factor in sums:
-            backward.Stored("", gradients).add(total, factor, keep, fresh=fresh)
-
-
-@pytest.mark.parametrize("bad", [False, True])
-def test_layers_that_share_launches_are_those_alone(monkeypatch: pytest.MonkeyPatch, bad: bool) -> None:
-    """Also in a second backward pass, which adds to the first one's sums, and where a gradient is not finite."""
-    torch.manual_seed(SEED)
-    blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(11)]
-    model, x = nn.Sequential(*blocks), torch.randn(2, 5, 3, 16)
-    found, together = [], Together()
-    for fast in (False, True):
-        clipper = attach(model, 0.1)
-        with monkeypatch.context() as patched:
-            if fast:
-                patched.setattr(gpu, "DEVICE", "cpu")
-                patched.setattr(gpu, "kernels", lambda: None)
-                patched.setattr(gpu, "may_use_tables", lambda: True)
-                patched.setattr(gpu, "gram_norms", lambda pairs: [])
-                patched.setattr(gpu, "column_sums", lambda gradients: None)
-                patched.setattr(backward, "_SCALED", 500)
-                for name in ("scaled_together", "layer_norm_sums", "weighted_sums"):
-                    patched.setattr(gpu, name, getattr(together, name))
-            for part in x:
-                rows = model(part).square().sum((1, 2))
-                (rows * torch.where(torch.arange(5) == 2, float("nan") if bad else 1.0, 1.0)).mean().backward()
-            found.append({name: total.clone() for name, total in clipper.take().items()})
-        clipper.detach()
-    torch.testing.assert_close(found[1], found[0])
-    assert together.normed == [8, 3] * 2
-    assert sum(together.scaled) >= 22  # two in each block
-    assert len(together.scaled) > 2
-
-
 class Anything:
     """Kernels that do nothing."""
 
@@ -178,7 +126,7 @@ def test_what_kernels_write_is_float32_whatever_the_default(monkeypatch: pytest.
         found: Any = [
             gpu.patch_gradients(x, x[:, :, 1:, 1:], geometry),
             gpu.group_norm_sums(x, x, some, some),
-            gpu.late_norm_sums(tokens, tokens, some, some, 16).formed,  # type: ignore[union-attr]
+            gpu.layer_norm_sums(tokens, tokens, some, some, 16),
             gpu.column_sums([tokens, tokens]),
             [grams for _, grams, _ in gpu.gram_norms([(tokens, tokens)])],
         ]

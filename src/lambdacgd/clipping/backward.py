@@ -43,10 +43,8 @@ _KEPT_PATCHES = 1 << 26
 
 # Stored per-example gradients up to this many elements are put side by side and summed in one product.
 _SMALL = 1 << 13
-# Layers whose norms share a launch on CUDA, where their shapes are alike; and LayerNorms, whose inputs are held so long.
-_TOGETHER, _LATE = 128, 8
-# Operands are scaled together up to this many elements, which are memory for a while.
-_SCALED = 1 << 26
+# Layers whose norms share a launch on CUDA, where their shapes are alike.
+_TOGETHER = 128
 # Sets of small parameters that get a buffer of their own; which take part may change with every batch (LayerDrop).
 _PACKS = 16
 # Clipping norms up to this one leave sums finite where all norms are; see `bounds`.
@@ -183,21 +181,6 @@ class ColumnSum(Stored):
         return self.b.shape[0]
 
 
-class Late(Stored):
-    """Per-example gradients of a LayerNorm's scale (``part`` 0) or shift (1): a launch forms those of many layers."""
-
-    def __init__(self, name: str, sums: gpu.NormSums, part: int, shape: torch.Size) -> None:
-        self.name, self.sums, self.part, self.shape, self.square = name, sums, part, shape, None
-
-    @property
-    def gradients(self) -> Tensor:  # type: ignore[override]
-        return self.sums.formed[self.part].view(-1, *self.shape)
-
-    @property
-    def examples(self) -> int:
-        return self.sums.x.shape[0]
-
-
 @dataclass
 class Outer(Record):
     """Per-example gradients Σ_t b_it a_itᵀ of a parameter viewed as a matrix [out, in].
@@ -265,29 +248,17 @@ class Outer(Record):
         return Norm(*sums, gamma=gamma, kappa=kappa, fold_a=inner < outer)
 
     def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
+        matrix = total if total.shape == self.matrix else total.view(self.matrix)
         if not callable(self.a):
             a, b = (self.a, self.b) if keep is None else (masked(self.a, keep), masked(self.b, keep))
-            self._add_rows(total, a, b, factor, fresh)
+            self._add_rows(matrix, a, b, factor, fresh)
             return
         for rows in self.in_chunks(self.examples):
             kept = None if keep is None else keep[rows]
-            self._add_rows(total, masked(self.left(rows), kept), masked(self.b[rows], kept), factor[rows], fresh)
+            self._add_rows(matrix, masked(self.left(rows), kept), masked(self.b[rows], kept), factor[rows], fresh)
             fresh = False
 
-    @property
-    def smaller(self) -> Tensor | None:
-        """The operand that the factor goes into; None where it is made of patches."""
-        if callable(self.a):
-            return None
-        return self.a if self.sizes[2] < self.sizes[3] else self.b
-
-    def add_scaled(self, total: Tensor, operand: Tensor, *, fresh: bool) -> None:
-        """`add`, where `smaller` has been multiplied with the factor."""
-        assert isinstance(self.a, Tensor)
-        a, b = (operand, self.b) if self.smaller is self.a else (self.a, operand)
-        self._add_product(total, a, b, fresh)
-
-    def _add_rows(self, total: Tensor, a: Tensor, b: Tensor, factor: Tensor, fresh: bool) -> None:
+    def _add_rows(self, matrix: Tensor, a: Tensor, b: Tensor, factor: Tensor, fresh: bool) -> None:
         """The factor goes into the smaller operand; then one product over all tokens of all examples."""
         _, _, inner, outer = self.sizes
         if inner < outer:
@@ -296,10 +267,6 @@ class Outer(Record):
             b = scaled(b, factor)
         if a.dtype != b.dtype:
             a, b = same_type(a, b)
-        self._add_product(total, a, b, fresh)
-
-    def _add_product(self, total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-        matrix = total if total.shape == self.matrix else total.view(self.matrix)
         if callable(self.a):
             bounds.sum_of_products_into(matrix, b.transpose(1, 2), a, fresh=fresh)
             return
@@ -602,8 +569,6 @@ class BackwardPass:
                 record = Stored(record.name, record.materialise(slice(0, record.examples)))
             else:
                 self._norm_pass.add(record)
-        elif isinstance(record, Late):
-            self._norm_pass.add_late(record.sums)
         if type(record) is Stored and record.gradients.shape[1:] != parameter.shape:
             raise refuse(
                 f"the gradients its rule gives for '{record.name}' have shape {tuple(record.gradients.shape[1:])}, "
@@ -633,7 +598,6 @@ class BackwardPass:
         self, pending: dict[str, list[Record]], norm_pass: NormPass, batch: int, weights: Tensor | None
     ) -> None:
         per_layer = self.mode == "per-layer"
-        norm_pass.form_late()
         shared = {name for name, uses in pending.items() if len(uses) > 1}
         records = [uses[0] if len(uses) == 1 else merge(uses) for uses in pending.values()]
         form_together(records)
@@ -754,7 +718,6 @@ class NormPass:
         self._waiting: list[tuple[str, Tensor, Tensor]] = []
         self._blocks: list[tuple[list[str], Tensor, gpu.Rounding]] = []
         self._together: bool | None = None  # whether norms share launches: one answer for a backward pass
-        self._late: list[gpu.NormSums] = []
 
     def add(self, record: Outer) -> None:
         if self._together is None:
@@ -763,18 +726,6 @@ class NormPass:
             self._waiting.append((record.name, record.a, record.b))
             if len(self._waiting) >= _TOGETHER:
                 self._launch()
-
-    def add_late(self, sums: gpu.NormSums) -> None:
-        """Scale and shift of one use of a layer have the same sums, and come one after the other."""
-        if not self._late or self._late[-1] is not sums:
-            if len(self._late) >= _LATE:
-                self.form_late()
-            self._late.append(sums)
-
-    def form_late(self) -> None:
-        late, self._late = [sums for sums in self._late if "formed" not in vars(sums)], []
-        if late:
-            gpu.layer_norm_sums(late)
 
     def _launch(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -843,7 +794,6 @@ class Totals:
         self._buffers: dict[str, Tensor] = {}
         self._packs: dict[tuple[str, ...], tuple[Tensor, dict[str, Tensor]]] = {}
         self._together: dict[bool, list[gpu.WeightedSum]] = {True: [], False: []}  # what one launch adds: fresh, or not
-        self._products: list[tuple[Outer, Tensor, Tensor, Tensor, bool]] = []  # with operands that one launch scales
 
     def add(self, record: Record, like: Tensor, factor: Tensor, keep: Tensor | None) -> None:
         name = record.name
@@ -859,13 +809,8 @@ class Totals:
         factor, on_gpu = factor.to(total.dtype), total.device.type == gpu.DEVICE
         if on_gpu and isinstance(record, Stored) and gpu.may_sum_together(total, record.gradients, factor):
             self._together[fresh].append((total, record.gradients, factor))
-            return
-        if on_gpu and keep is None and isinstance(record, Outer):
-            operand = record.smaller
-            if operand is not None and gpu.may_scale_together(operand, factor):
-                self._products.append((record, operand, total, factor, fresh))
-                return
-        record.add(total, factor, keep, fresh=fresh)
+        else:
+            record.add(total, factor, keep, fresh=fresh)
 
     def add_pack(self, pack: Pack, factor: Tensor, keep: Tensor | None) -> None:
         names = tuple(r.name for r in pack.records)
@@ -888,18 +833,9 @@ class Totals:
         for fresh, sums in together.items():
             if sums:
                 gpu.weighted_sums(sums, keep, fresh=fresh)
-        products, self._products = self._products, []
-        while products:
-            first, size, count = products[0][1], 0, 0
-            while count < len(products) and products[count][1].dtype == first.dtype and size <= _SCALED:
-                size, count = size + products[count][1].numel(), count + 1
-            some, products = products[:count], products[count:]
-            operands = gpu.scaled_together([(operand, factor) for _, operand, _, factor, _ in some])
-            for (record, _, total, _, fresh), operand in zip(some, operands, strict=True):
-                record.add_scaled(total, operand, fresh=fresh)
 
     def clear(self) -> None:
-        self.filled, self._together, self._products = {}, {True: [], False: []}, []
+        self.filled, self._together = {}, {True: [], False: []}
 
     def leave(self) -> None:
         """Leave buffers in which somebody still sees the sums of the step before (a gradient) to them."""

@@ -27,9 +27,10 @@ rounding of the factor itself and for the float32 accumulation of 4096 contribut
 many times as large. ``Clipper.leave_room`` leaves more for larger batches.
 
 **Finite norms make finite sums**, so whoever knows that all norms are finite need not look at the sums. U ≥
-γ tr G_a ‖G_b‖ and ‖G_b‖ ≥ tr G_b/√T bound the products of every token before they cancel: c_i ‖a_i‖ ‖b_i‖ ≤
-ζ (√T/γ)^½ ≤ 2¹⁵ ζ for T ≤ 2²⁰ tokens, as γ ≥ 2⁻²⁰. So no partial sum over 2²⁴ examples exceeds 2³⁹ ζ, far from 2¹²⁷ for ζ ≤ 2⁴⁰; nor does a
-folded operand, as U ≥ tr · 2⁻¹⁰⁰ bounds c_i ‖b_i‖ by 2⁵⁰ ζ. Gradients that are kept are summed as they are.
+γ tr G_a ‖G_b‖ and ‖G_b‖ ≥ tr G_b/√T bound the products of every token before they cancel:
+c_i ‖a_i‖ ‖b_i‖ ≤ ζ (√T/γ)^½ ≤ 2¹⁵ ζ for T ≤ 2²⁰ tokens, as γ ≥ 2⁻²⁰. So no partial sum over 2²⁴ examples exceeds
+2³⁹ ζ, far from 2¹²⁷ for ζ ≤ 2⁴⁰; nor does a folded operand, as U ≥ tr G_b 2⁻¹⁰⁰ bounds c_i ‖b_i‖ by 2⁵⁰ ζ. Gradients
+that are kept are summed as they are.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ weighted sum in one reading; these hold no addresses, so that CUDA graphs may re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -158,76 +157,18 @@ def weighted_sums(sums: list[WeightedSum], keep: Tensor | None, *, fresh: bool) 
     )  # fmt: skip
 
 
-def may_scale_together(x: Tensor, factor: Tensor) -> bool:
-    """Whether `scaled_together` takes ``x`` [B, …] and its factors."""
-    plain = x.is_contiguous() and x.dtype in (torch.float32, torch.bfloat16) and x.numel() > 0
-    aligned = plain and not (x.numel() // x.shape[0] % 16 or x.data_ptr() % 16)
-    return aligned and _can_be_summed(factor) and may_use_tables()
-
-
-def scaled_together(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """``x_i · factor_i`` of pairs (x, factor) of one type with the same examples, rounded as `backward.scaled` does."""
-    first = pairs[0][0]
-    out = torch.empty(sum(x.numel() for x, _ in pairs), dtype=first.dtype, device=first.device)
-    parts = out.split([x.numel() for x, _ in pairs])
-    sizes = [x.numel() // x.shape[0] for x, _ in pairs]
-    rows = tuple(
-        v for (x, factor), part, size in zip(pairs, parts, sizes, strict=True)
-        for v in (x.data_ptr(), part.data_ptr(), factor.data_ptr(), size)
-    )  # fmt: skip
-    kernels().scaled_kernel[(-(-max(sizes) // 1024), first.shape[0], len(pairs))](
-        _table(rows, first.device), LOW=first.dtype == torch.bfloat16, BLOCK=1024, num_warps=4
-    )
-    return [part.view(x.shape) for (x, _), part in zip(pairs, parts, strict=True)]
-
-
-@dataclass(eq=False)
-class NormSums:
-    """Per-example Σ_t b∘x̂ and Σ_t b, each [B, size], of one use of a LayerNorm: for contiguous x in float32, formed
-    when they are asked for, or before that with those of other layers (`layer_norm_sums`).
-    """
-
-    x: Tensor
-    gradient: Tensor
-    mean: Tensor
-    rstd: Tensor
-    size: int
-
-    @cached_property
-    def formed(self) -> tuple[Tensor, Tensor]:
-        layer_norm_sums([self])
-        return self.formed
-
-
-def late_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor, size: int) -> NormSums | None:
-    """The sums, to be formed; None where the kernel does not fit."""
-    fits = x.is_contiguous() and x.dtype == mean.dtype == torch.float32 and x.numel() > 0
-    if not fits or gradient.dtype not in (torch.float32, torch.bfloat16) or not may_use_tables():
+def layer_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor, size: int) -> tuple[Tensor, Tensor] | None:
+    """Per-example Σ_t b∘x̂ and Σ_t b [B, size] in one launch; None where the kernel does not fit."""
+    if not may_use_tables() or not x.is_contiguous() or x.dtype != torch.float32 or mean.dtype != torch.float32:
         return None
-    return NormSums(x, gradient.contiguous(), mean, rstd, size)
-
-
-def layer_norm_sums(uses: list[NormSums]) -> None:
-    """Form the sums of several layers with the same examples, those with gradients of one type in one launch."""
-    for dtype in {use.gradient.dtype for use in uses}:
-        some = [use for use in uses if use.gradient.dtype == dtype]
-        examples, device = some[0].x.shape[0], some[0].x.device
-        sizes = [use.size for use in some for _ in range(2)]
-        out = torch.empty(examples * sum(sizes), dtype=torch.float32, device=device)
-        parts = [part.view(examples, -1) for part in out.split([examples * size for size in sizes])]
-        rows = tuple(
-            v for use, scale, shift in zip(some, parts[::2], parts[1::2], strict=True)
-            for v in (
-                *(x.data_ptr() for x in (use.x, use.gradient, use.mean, use.rstd, scale, shift)),
-                use.x.numel() // (examples * use.size), use.size,
-            )
-        )  # fmt: skip
-        kernels().layer_norm_kernel[(-(-max(sizes) // 128), examples, len(some))](
-            _table(rows, device), LOW=dtype == torch.bfloat16, BLOCK=128, ROWS=16, num_warps=4
-        )
-        for use, scale, shift in zip(some, parts[::2], parts[1::2], strict=True):
-            use.formed = scale, shift
-            use.x = use.gradient = use.mean = use.rstd = scale  # nothing else of the layer is kept
+    gradient = gradient.contiguous()
+    examples = x.shape[0]
+    tokens = x.numel() // (examples * size)
+    scale, shift = torch.empty(2, examples, size, dtype=torch.float32, device=x.device).unbind(0)
+    kernels().layer_norm_kernel[(-(-size // 128), examples)](
+        x, gradient, mean, rstd, scale, shift, tokens, size, BLOCK=128, ROWS=16, num_warps=4
+    )
+    return scale, shift
 
 
 # --- per-example gradients that are kept ------------------------------------------------------------------------------

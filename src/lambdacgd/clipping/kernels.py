@@ -157,56 +157,30 @@ def column_sum_kernel(table, out, width, LOW: tl.constexpr, BLOCK: tl.constexpr,
         tl.store(out + example.to(tl.int64) * width + tl.load(row + 5) + j, tl.sum(total, 0), j < size)
 
 
-@triton.jit
-def scaled_kernel(table, LOW: tl.constexpr, BLOCK: tl.constexpr):
-    """to[example, k] = from[example, k] · factor[example] for every layer of the table, all contiguous."""
-    row = table + tl.program_id(2) * 4
-    example = tl.program_id(1)
-    kind = tl.bfloat16 if LOW else tl.float32
-    size = tl.multiple_of(tl.load(row + 3), 16)
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    if start < size:
-        k = start + tl.arange(0, BLOCK)
-        inside = k < size
-        before = tl.multiple_of(tl.load(row).to(tl.pointer_type(kind)), 16) + example * size
-        after = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(kind)), 16) + example * size
-        factor = tl.load(tl.load(row + 2).to(tl.pointer_type(tl.float32)) + example)
-        tl.store(after + k, (tl.load(before + k, inside, 0.0).to(tl.float32) * factor).to(kind), inside)
-
-
-@triton.jit
-def layer_norm_kernel(table, LOW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """scale[example, j] = Σ_t b x̂ and shift[example, j] = Σ_t b for contiguous x and b [examples, tokens, size], for
-    every layer of the table.
-    """
-    layer = table + tl.program_id(2) * 8
-    size = tl.load(layer + 7)
-    if tl.program_id(0) * BLOCK < size:
-        x = tl.load(layer).to(tl.pointer_type(tl.float32))
-        gradient = tl.load(layer + 1).to(tl.pointer_type(tl.bfloat16 if LOW else tl.float32))
-        mean = tl.load(layer + 2).to(tl.pointer_type(tl.float32))
-        rstd = tl.load(layer + 3).to(tl.pointer_type(tl.float32))
-        scale = tl.load(layer + 4).to(tl.pointer_type(tl.float32))
-        shift = tl.load(layer + 5).to(tl.pointer_type(tl.float32))
-        tokens = tl.load(layer + 6)
-        example = tl.program_id(1).to(tl.int64)
-        j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        t = tl.arange(0, ROWS)
-        total = tl.zeros([ROWS, BLOCK], tl.float32)
-        plain = tl.zeros([ROWS, BLOCK], tl.float32)
-        for start in range(0, tokens, ROWS):
-            inside = (start + t) < tokens
-            mask = inside[:, None] & (j < size)[None, :]
-            row = example * tokens + start + t
-            place = row[:, None] * size + j[None, :]
-            b = tl.load(gradient + place, mask, 0.0).to(tl.float32)
-            value = tl.load(x + place, mask, 0.0)
-            centre = tl.load(mean + row, inside, 0.0)[:, None]
-            width = tl.load(rstd + row, inside, 0.0)[:, None]
-            total += b * ((value - centre) * width)
-            plain += b
-        tl.store(scale + example * size + j, tl.sum(total, 0), j < size)
-        tl.store(shift + example * size + j, tl.sum(plain, 0), j < size)
+@triton.jit(do_not_specialize=["tokens"])
+def layer_norm_kernel(
+    x, gradient, mean, rstd, scale, shift, tokens, size,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """scale[example, j] = Σ_t b x̂ and shift[example, j] = Σ_t b for contiguous x and b [examples, tokens, size]."""
+    example = tl.program_id(1).to(tl.int64)
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    plain = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, tokens, ROWS):
+        inside = (start + t) < tokens
+        mask = inside[:, None] & (j < size)[None, :]
+        row = example * tokens + start + t
+        place = row[:, None] * size + j[None, :]
+        b = tl.load(gradient + place, mask, 0.0).to(tl.float32)
+        value = tl.load(x + place, mask, 0.0).to(tl.float32)
+        centre = tl.load(mean + row, inside, 0.0)[:, None]
+        width = tl.load(rstd + row, inside, 0.0)[:, None]
+        total += b * ((value - centre) * width)
+        plain += b
+    tl.store(scale + example * size + j, tl.sum(total, 0), j < size)
+    tl.store(shift + example * size + j, tl.sum(plain, 0), j < size)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import bounds, gpu
-from lambdacgd.clipping.backward import Late, Record, Stored
+from lambdacgd.clipping.backward import Record, Stored
 from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, detached, fused_tap, register, tap
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import own_parameters
@@ -29,19 +29,17 @@ def affine_records(
     normalise: Callable[..., Tensor],
     over: slice,
     names: dict[str, str],
-    kernel: Callable[..., tuple[Tensor, Tensor] | gpu.NormSums | None] | None = None,
+    kernel: Callable[..., tuple[Tensor, Tensor] | None] | None = None,
     shape: torch.Size | None = None,
 ) -> list[Record]:
     """Scale: Σ b∘x̂, shift: Σ b, over the dimensions the parameters are broadcast along; on CUDA in one launch, where
-    there is a ``kernel`` that fits, for parameters of this ``shape``.
+    there is a ``kernel`` that fits, which is told the parameters' ``shape``.
     """
     if kernel is not None and shape is not None and x.device.type == gpu.DEVICE:
         sums = kernel(x, gradient.contiguous(), *statistics)
-        kinds = [(part, kind) for part, kind in enumerate(_NAMES) if kind in names]
-        if isinstance(sums, gpu.NormSums):
-            return [Late(names[kind], sums, part, shape) for part, kind in kinds]
         if sums is not None:
-            return [Stored(names[kind], sums[part].view(-1, *shape)) for part, kind in kinds]
+            pairs = zip(_NAMES, sums if len(shape) == 1 else [s.view(-1, *shape) for s in sums], strict=True)
+            return [Stored(names[kind], total) for kind, total in pairs if kind in names]
     kept = bounds.accumulator(gradient.dtype)
     dims = tuple(range(gradient.dim())[over])
     records: list[Record] = []
@@ -88,7 +86,7 @@ def layer_norm(layer: Layer, input: Tensor) -> Tensor:
         return _layer_norm_backward(*given)[0]
 
     if layer.recorder is None:
-        kernel = partial(gpu.late_norm_sums, size=weight.numel())
+        kernel = partial(gpu.layer_norm_sums, size=weight.numel())
         layer.recorder = partial(
             affine_records,
             normalise=_standardised,

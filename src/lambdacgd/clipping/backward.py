@@ -217,10 +217,20 @@ class Outer(Record):
 
     def folded(self, examples: int, *, minor: bool) -> Record:
         """Rows of an example are more of its tokens."""
-        if callable(self.a):
+        given = self.a
+        if not callable(given):
+            a, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (given, self.b))
+            return outer(self.name, a, b, self.shape, transposed=self.transposed)
+        if minor:
             return super().folded(examples, minor=minor)
-        a, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (self.a, self.b))
-        return outer(self.name, a, b, self.shape, transposed=self.transposed)
+        each = self.examples // examples
+
+        def patches(rows: slice) -> Tensor:
+            some = given(slice(each * (rows.start or 0), each * rows.stop))
+            return fold(some, some.shape[0] // each, minor=False).flatten(1, 2)
+
+        b = fold(self.b, examples, minor=False).flatten(1, 2)
+        return Outer(self.name, patches, b, self.shape, image=self.image)
 
     def materialise(self, rows: slice) -> Tensor:
         start, stop = rows.start or 0, min(rows.stop, self.examples)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 import torch
 
-from lambdacgd.errors import NonFiniteSum, integer
+from lambdacgd.errors import NonFiniteSum
 from lambdacgd.keys import SecretKey, keystream_into
 from lambdacgd.mechanisms.base import BandedInverse, Mechanism, Recurrence
 from lambdacgd.noise.cuda import CudaBackend, Launch
@@ -76,21 +76,6 @@ class NoiseField:
         self._bad = False
         self._seen: tuple[Any, ...] | None = None  # the last CUDA tensors' fingerprint, and their launches
         self._launches: list[tuple[CudaBackend, list[Launch]]] = []
-
-    def fill_(self, tensors: Tensors, step: int, *, offsets: Offsets = None) -> None:
-        """Overwrite the tensors with z[step]: for tests. Sums get their noise from RegeneratedNoise or BufferedNoise.
-
-        Args:
-            tensors: float32 or float64 tensors named as in the layout.
-            step: Which of the field's steps, from 1.
-            offsets: For each tensor that is a shard, the row-major index of its first element in the whole tensor.
-
-        Raises:
-            ValueError: ``step`` is not an integer from 1, or a tensor does not fit the layout.
-            TypeError: A tensor is of another type.
-        """
-        step = integer("step", step, maximum=UNIT.horizon)
-        self.apply(match(self.layout, tensors, offsets=offsets), UNIT, step, read=False)
 
     def agree(self, recurrence: Recurrence, combination: Combination) -> None:
         """Noise and its later cancellation are one function: a field serves one set of terms, fixed at first use.

@@ -158,7 +158,7 @@ class LambdaCGDTrainer(_Trainer):
                 another run's.
             TrainingError: This Trainer has trained already.
         """
-        world = World.of(None)
+        world = World.here()
         with world.together("starting to train"):
             self._check_first(resume_from_checkpoint)
             # Rank 0 keeps the key's file and the ledger; the others receive the key from it.
@@ -309,7 +309,7 @@ class LambdaCGDTrainer(_Trainer):
         """What a callback asks for on one rank happens on all: who saves or stops alone would wait for the others."""
         if self.private is not None and self.private.world.many:
             asked = torch.tensor([getattr(self.control, name) for name in _ASKED], device=self.args.device).int()
-            dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.private.world.group)
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX)
             for name, found in zip(_ASKED, asked.tolist(), strict=True):
                 setattr(self.control, name, bool(found))
         super()._maybe_log_save_evaluate(*args, **kwargs)

@@ -107,7 +107,7 @@ class Privatising(_Base):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        world = World.of(None)
+        world = World.here()
         with world.together("starting to train"):
             check_trainer(trainer, self.plan)
             check_module(self.lightning_module, self.optimizers)

@@ -113,7 +113,7 @@ def test_the_fingerprint_sees_a_bit_and_a_swap():
 
 
 def test_one_process_alone_speaks_to_nobody():
-    world = World(None)
+    world = World()
     assert world.gather(3) == [3]
     assert world.share(3) == 3
     assert world.from_first("x", lambda: 3) == 3
@@ -126,7 +126,7 @@ def test_one_process_alone_speaks_to_nobody():
 def test_a_key_that_could_not_be_sent_is_in_no_traceback(monkeypatch):
     """A network that fails is ordinary, and so are tracebacks that show local variables."""
     key = SecretKey.generate()
-    run = Run(key, world=World(None))
+    run = Run(key, world=World())
     run.world.size = 2
 
     def fails(*_, **__):

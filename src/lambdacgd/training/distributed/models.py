@@ -156,8 +156,8 @@ def unwrap(model: Any, world: World) -> Any:
 def _check_ddp(model: DistributedDataParallel, world: World, parameters: dict[str, nn.Parameter]) -> None:
     ranks = dist.get_world_size(model.process_group)
     if ranks != world.size:
-        both = f"DistributedDataParallel wraps the model over {ranks} process(es), and process_group has {world.size}"
-        raise InvalidInput("process_group", f"{both}: pass the group that it was given.")
+        wrapped = f"DistributedDataParallel wraps the model over {ranks} of {world.size} processes"
+        raise InvalidInput("model", f"{wrapped}: wrap it over all.")
     if model.static_graph or model.mixed_precision:
         raise InvalidInput("model", "DistributedDataParallel has static_graph or mixed_precision. Leave them out.")
     known = {id(p) for p in ddp_parameters(model)}
@@ -174,7 +174,7 @@ def follow(model: nn.Module, given: Any, world: World, undo: contextlib.ExitStac
     ranks. The wrapper ``given``, and any that is put around ``model`` later (as accelerate does), is put into the state
     that ``no_sync()`` puts it in. A process that trains by itself has no process group, and its forward pass no hook.
     """
-    if world.group is None:
+    if not world.job:
         return
     silenced: set[int] = set()
     own = dict(model.named_parameters())  # as they are: in the clipper's first passes others stand in for them
@@ -201,7 +201,7 @@ def check_spread_as_before(model: nn.Module, sharded_modules: int, world: World)
     """Refuse a model that was sharded, or a job that was begun, since the run was bound."""
     if len(fsdp_modules(model)) != sharded_modules:
         raise TrainingError("fully_shard was called after privatize: shard, then make the optimizer, then privatize")
-    if world.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if not world.job and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise TrainingError(
             f"torch.distributed was initialised over {dist.get_world_size()} processes after privatize: each would "
             "train by itself. Call init_process_group() first, then wrap, then privatize"
@@ -221,7 +221,7 @@ def broadcast_(model: nn.Module, world: World) -> None:
             held = tensor.detach()
             value = held.contiguous()
             # As bytes: process groups do not know every type (int16, float8).
-            dist.broadcast(value.reshape(-1).view(torch.uint8), src=world.source, group=world.group)
+            dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)
             if value is not held and not torch.equal(value, held):  # one that was expanded cannot be written
                 held.copy_(value)
 

@@ -210,7 +210,7 @@ def verify(
     """Certify σ of a plan or a release again, without the cache. Exit code 2 if it is too small for the claim."""
     from rich.console import Console
 
-    from lambdacgd.verifying import verify
+    from lambdacgd.questions import verify
 
     with Console(stderr=True).status("certifying σ again …"):
         claim = verify(source)

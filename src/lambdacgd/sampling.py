@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lambdacgd.errors import InvalidInput, integer
-from lambdacgd.keys import SecretKey, prf64, prf64_range
+from lambdacgd.keys import SecretKey, prf64
 from lambdacgd.mechanisms.base import Horizon, Mechanism, parameter
 
 Indices = NDArray[np.int64]
@@ -372,7 +372,7 @@ def _fallen(subkey: bytes, size: int, groups: int, steps: int) -> Indices:
     longest = len(thresholds)
     words = int(1.1 * size * (groups / steps + 1 / longest)) + 64  # nearly always enough
     while True:
-        gaps = longest - np.searchsorted(thresholds, prf64_range(subkey, words), side="right")
+        gaps = longest - np.searchsorted(thresholds, prf64(subkey, np.arange(words)), side="right")
         falls = gaps < longest
         decided = np.cumsum(gaps + falls)
         if decided[-1] >= size:
@@ -438,7 +438,8 @@ class Cyclic(Sampling):
 
     def _batches(self, key: SecretKey, run: str, start_step: int) -> Iterator[Indices]:
         # Sorted by 64 pseudorandom bits each, ties by index.
-        order = np.argsort(prf64_range(key.derive("run", run, "order"), self.examples), kind="stable").astype(np.int64)
+        words = prf64(key.derive("run", run, "order"), np.arange(self.examples))
+        order = np.argsort(words, kind="stable").astype(np.int64)
         for step in range(start_step, self.steps + 1):
             place = (step - 1) % self.steps_per_epoch
             yield order[place * self.batch_size : (place + 1) * self.batch_size]

@@ -134,10 +134,10 @@ class Plan:
         """The plan's file format: public values only, and a digest that notices edits."""
         content: dict[str, Any] = {"format": FORMAT, "version": self.version}
         content |= {"mechanism": self.mechanism.to_dict(), "sampling": self.sampling.to_dict()}
-        content |= {name: _plain(getattr(self, name)) for name in ("epsilon", "delta", *_DERIVED)}
+        content |= {name: plain(getattr(self, name)) for name in ("epsilon", "delta", *_DERIVED)}
         content |= {"requested_batch_size": self.requested_batch_size}
         content |= {name: getattr(self, name) for name in _RESULTS}
-        content |= {"certificate": _plain(self.certificate.to_dict()), "selection": _plain(self.selection)}
+        content |= {"certificate": plain(self.certificate.to_dict()), "selection": plain(self.selection)}
         if self.workload != PREFIX_SUM:
             content["workload"] = asdict(self.workload)
         return content | {"digest": _digest(content)}
@@ -532,14 +532,14 @@ def _check_columns(mechanism: Mechanism, n: int) -> None:
     check_scales(mechanism, n)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """``value`` as strict JSON allows it: infinities become strings, which float() reads back."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 

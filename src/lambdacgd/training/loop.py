@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lambdacgd.clipping import Clipper
+from lambdacgd.clipping.probe import fingerprints
 from lambdacgd.errors import CheckpointError, TrainingError, number
 from lambdacgd.torch_private import GIVEN_BY_SCALER, SCALES_BY_ITSELF, foreach_lerp_, version
 from lambdacgd.training.card import History
@@ -633,13 +634,7 @@ class Weights:
         self._parameters = list(model.parameters())
         self._ids = [id(p) for p in self._parameters]
         self._sharded = any(map(is_sharded, self._parameters))
-        # Frozen ones of other kinds (quantised, on no device) do not tell their bits.
-        self._plain = [
-            p
-            for p in self._parameters
-            if p.requires_grad or (type(p) is nn.Parameter and p.layout == torch.strided and not p.is_meta)
-        ]
-        self._bits: tuple[int, int] | None = None  # once the run has ended
+        self._bits: list[int] | None = None  # once the run has ended
         self._expected = self._counters()
 
     def _counters(self) -> dict[int, int]:
@@ -655,7 +650,7 @@ class Weights:
 
     def seal(self) -> None:
         """The run ends: from now on anybody may change the weights, by any means."""
-        self._bits = models.fingerprint(map(local, self._plain))
+        self._bits = fingerprints(map(local, self._parameters))
 
     @contextlib.contextmanager
     def exchanged(self, parameters: Iterable[nn.Parameter]) -> Iterator[Callable[[], None]]:
@@ -680,7 +675,7 @@ class Weights:
         """Whether something else wrote to a parameter since ``settle``."""
         if self._counters() != self._expected:
             return True
-        return self._bits is not None and self._bits != models.fingerprint(map(local, self._plain))
+        return self._bits is not None and self._bits != fingerprints(map(local, self._parameters))
 
     def check(self) -> None:
         """Raise unless the weights are those of the run's last step."""

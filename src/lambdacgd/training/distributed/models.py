@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lambdacgd.clipping import accumulator
+from lambdacgd.clipping.probe import fingerprints
 from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.torch_private import active_ddp, ddp_parameters, local_tensor, not_compiled
 from lambdacgd.training.distributed.world import World
@@ -79,21 +80,6 @@ def gathered(p: Any) -> Tensor:
     shape = {"shape": p.shape, "stride": p.stride()}
     moved = DTensor.from_local(local(p).detach(), p.device_mesh, p.placements, run_check=False, **shape)
     return moved.full_tensor()
-
-
-@torch.no_grad()
-def fingerprint(parameters: Iterable[Tensor]) -> tuple[int, int]:
-    """Two 64-bit numbers that change when a bit of a parameter changes; computed where the parameters are."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    plain, weighted = 0, 0
-    for p in parameters:
-        flat = p.detach().contiguous().view(-1)
-        for part in flat.view(kinds[flat.element_size()]).split(1 << 24):
-            bits = part.to(torch.int64)
-            place = 2 * torch.arange(bits.numel(), device=bits.device) + 1  # a shard may be empty
-            plain = (plain * 31 + int(bits.sum())) % (1 << 63)
-            weighted = (weighted * 37 + int((bits * place).sum())) % (1 << 63)
-    return plain, weighted
 
 
 class Place:
@@ -237,7 +223,7 @@ def compare_weights(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
     if not world.many:
         return
     world.agree(f"after step {step}", optimizer_settings(parameters, optimizer), {})
-    gathered = world.gather((step, *fingerprint(p for p in parameters.values() if not is_sharded(p))))
+    gathered = world.gather((step, fingerprints(p for p in parameters.values() if not is_sharded(p))))
     odd = [rank for rank, own in enumerate(gathered) if own != gathered[0]]
     if odd:
         raise TrainingError(

@@ -641,12 +641,9 @@ class Weights:
         now = map(local, self._parameters) if self._sharded else self._parameters
         return dict(zip(self._ids, map(version, now), strict=True))
 
-    def settle(self, changes: dict[int, int] | None = None) -> None:
-        """The weights are what the run made them. ``changes``: it wrote these only, which others had changed so often
-        before.
-        """
-        now = self._counters()
-        self._expected = now if changes is None else self._expected | {i: now[i] - n for i, n in changes.items()}
+    def settle(self) -> None:
+        """The weights are what the run made them."""
+        self._expected = self._counters()
 
     def seal(self) -> None:
         """The run ends: from now on anybody may change the weights, by any means."""
@@ -657,18 +654,17 @@ class Weights:
         """A block in which other weights of the run stand in these parameters, and at its end the own ones again. It is
         given a function to call when the others are in place: they too are watched.
         """
-        now, written, bits = self._counters(), {id(p) for p in parameters}, self._bits
-        changes = {i: now[i] - n for i, n in self._expected.items() if i in written}
+        written, start, before, bits = {id(p) for p in parameters}, self._counters(), self._expected, self._bits
 
         def in_place() -> None:
-            self.settle(dict.fromkeys(written, 0))
+            self._expected = before | {i: n for i, n in self._counters().items() if i in written}
             if bits is not None:
                 self.seal()
 
         try:
             yield in_place
-        finally:
-            self.settle(changes)
+        finally:  # what others had changed before is changed still
+            self._expected = before | {i: before[i] + n - start[i] for i, n in self._counters().items() if i in written}
             self._bits = bits
 
     def changed(self) -> bool:

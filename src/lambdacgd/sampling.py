@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.keys import SecretKey, prf64
-from lambdacgd.mechanisms.base import Horizon, Mechanism, parameter
+from lambdacgd.mechanisms.base import Horizon, Mechanism, from_dict, parameter
 
 Indices = NDArray[np.int64]
 Bins = Literal["fresh", "fixed"]
@@ -453,14 +453,7 @@ def sampling_from_dict(data: dict[str, Any]) -> Sampling:
 
     Balls-in-Bins without ``bins`` are fixed ones, as they once all were.
     """
-    given = dict(data)
-    name = given.pop("name", None)
-    if name not in SAMPLINGS:
-        raise InvalidInput("sampling", name, f"it must be one of {', '.join(SAMPLINGS)}")
-    if name == BallsInBins.name:
-        given.setdefault("bins", "fixed")
-    if unknown := set(given) - {f.name for f in fields(SAMPLINGS[name])}:
-        raise InvalidInput("sampling", f"{name} has no such field, and {', '.join(sorted(unknown))} was given.")
-    sampling = SAMPLINGS[name](**given)
+    fixed = {"bins": "fixed"} if data.get("name") == BallsInBins.name else {}
+    sampling: Sampling = from_dict("sampling", SAMPLINGS, fixed | data)
     sampling._check_bound()
     return sampling

@@ -65,7 +65,7 @@ def test_batches_are_a_function_of_key_run_and_step(sampling: Sampling) -> None:
 @pytest.mark.parametrize("sampling", ALL, ids=named)
 def test_samplings_are_public_and_serialisable(sampling: Sampling) -> None:
     assert sampling_from_dict(json.loads(json.dumps(sampling.to_dict()))) == sampling
-    with pytest.raises(InvalidInput, match="key was given"):
+    with pytest.raises(InvalidInput, match="has no parameter key"):
         sampling_from_dict(sampling.to_dict() | {"key": 1})
     with pytest.raises(InvalidInput, match="one of balls-in-bins, poisson, cyclic"):
         sampling_from_dict({"name": "shuffle"})

@@ -199,11 +199,8 @@ def broadcast_(model: nn.Module, world: World) -> None:
     """Rank 0's parameters and buffers on every rank, as wrapping in DistributedDataParallel would do; shards stay."""
     if not world.many:
         return
-    seen: set[int] = set()
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    for tensor in tensors:
-        if id(tensor) not in seen and not is_sharded(tensor):
-            seen.add(id(tensor))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not is_sharded(tensor):
             held = tensor.detach()
             value = held.contiguous()
             # As bytes: process groups do not know every type (int16, float8).
@@ -220,16 +217,11 @@ def compare_weights(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
 
     Shards, which nobody else holds, cannot be compared: that the optimizers' settings agree keeps them together.
     """
-    if not world.many:
-        return
-    world.agree(f"after step {step}", optimizer_settings(parameters, optimizer), {})
-    gathered = world.gather((step, fingerprints(p for p in parameters.values() if not is_sharded(p))))
-    odd = [rank for rank, own in enumerate(gathered) if own != gathered[0]]
-    if odd:
-        raise TrainingError(
-            f"after step {step} the weights of rank(s) {', '.join(map(str, odd[:4]))} have drifted apart: other "
-            "hardware or libraries, or weights changed by hand. Resume all from the newest checkpoint"
-        )
+    if world.many:
+        bits = fingerprints(p for p in parameters.values() if not is_sharded(p))
+        facts = optimizer_settings(parameters, optimizer) | {"steps taken": step, "weights": bits}
+        drifted = "They have drifted apart: other hardware or libraries, or weights changed by hand"
+        world.agree(f"after step {step}", facts, {"weights": f"{drifted}. Resume all from the newest checkpoint"})
 
 
 def optimizer_settings(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:

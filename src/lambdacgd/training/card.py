@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -276,7 +276,7 @@ def card(
         "batch_size": plan.batch_size,
         "requested_batch_size": plan.requested_batch_size,
         "steps": {"planned": plan.steps, "taken": steps_taken, "note": "the claim is that of all planned steps"},
-        "floating_point": floating_point and floating_point.to_dict() | {"note": FLOATING_POINT},
+        "floating_point": floating_point and asdict(floating_point) | {"note": FLOATING_POINT},
         "certificate": plan.certificate.to_dict(),
         "plan_digest": plan.digest,
         "not_covered": list(NOT_COVERED),

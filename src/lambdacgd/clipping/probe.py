@@ -139,7 +139,7 @@ class Probe:
             # Checkpointing around the model keeps tensors by hooks of its own, which the probe's are not for. Detached:
             # outputs that their own nodes keep would never be freed.
             with (
-                Numbers(self._model) as numbers,
+                Numbers(self._model, self._anchor.device) as numbers,
                 torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x),
             ):
                 chosen = sorted(set(self._learn(run, state, self._sets(batch, different))))
@@ -428,7 +428,7 @@ def check_loss(
         return False
     told = False
     state, count, modes = State(model), len(items), [(m, m.training) for m in model.modules()]
-    with Numbers(model) as numbers:
+    with Numbers(model, backward_pass.anchor.device) as numbers:
         start = numbers.now()
         batch = collate(copy.deepcopy(list(items)))
         draws = numbers.now() != start
@@ -757,14 +757,15 @@ Drawn = tuple[tuple[Any, Any], Any]  #: where generators stood before and behind
 
 
 class Numbers:
-    """Python's, NumPy's and torch's generators of random numbers, CUDA's where this process uses it, and those that are
-    attributes of a model's modules. At the end they stand where they stood.
+    """Python's, NumPy's and torch's generators of random numbers, and those that are attributes of a model's modules.
+    At the end they stand where they stood.
     """
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        self._shared = [torch.default_generator, *cuda]
-        held = (value for module in (model.modules() if model else ()) for value in vars(module).values())
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._shared = [torch.default_generator]
+        if device.type == "cuda":
+            self._shared.append(torch.cuda.default_generators[device.index])
+        held = (value for module in model.modules() for value in vars(module).values())
         self._all = [*self._shared, *(value for value in held if isinstance(value, torch.Generator))]
 
     def __enter__(self) -> Numbers:
@@ -773,24 +774,20 @@ class Numbers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.again()
+
+    def again(self, turn: int = 0) -> Any:
+        """Set them back, or, for turns after the first, to some other place; returns `now`."""
         random.setstate(self._states[0])
         np.random.set_state(self._states[1])  # noqa: NPY002
         for generator, state in zip(self._all, self._states[2], strict=True):
             generator.set_state(state)
-
-    def again(self, turn: int = 0) -> Any:
-        """Set them back, or, for turns after the first, to some other place; returns `now`."""
-        self.__exit__()
         if turn:
-            self.seed(turn)
+            random.seed(turn)
+            np.random.seed(turn)  # noqa: NPY002
+            for generator in self._shared:
+                generator.manual_seed(turn)
         return self.now()
-
-    def seed(self, seed: int) -> None:
-        """Set those of the process to one place."""
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002
-        for generator in self._shared:
-            generator.manual_seed(seed)
 
     def now(self) -> Any:
         """Where they stand, to be compared: it moves where numbers are drawn."""

@@ -137,13 +137,9 @@ class History:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> History:
-        """The history that ``to_dict`` wrote."""
+        """The history that a checkpoint holds."""
         runs = tuple((float(epsilon), float(delta)) for epsilon, delta in saved["runs"])
         return cls(runs, saved["declared"], saved["changed"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain facts for a checkpoint; ε = inf as a string, which JSON can hold."""
-        return {"runs": plain(self.runs), "declared": self.declared, "changed": self.changed}
 
     def resumed(self, saved: History) -> History:
         """What holds when a run declared as ``self`` goes on from a checkpoint whose history is ``saved``.

@@ -27,6 +27,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,7 +213,7 @@ def identity(private: Private) -> dict[str, Any]:
         **private.settings,
         "noise": NOISE_FORMAT,
         "key": private.run.key.fingerprint(),
-        "history": private.history.to_dict(),
+        "history": asdict(private.history),
     }
 
 

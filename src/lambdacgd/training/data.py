@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from lambdacgd.clipping.probe import Numbers
 from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
@@ -51,10 +50,21 @@ def set_generators(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def random_numbers_of(name: str) -> Iterator[None]:
-    """All generators set by a name, and put back afterwards. (A ``collate_fn`` may augment on a GPU.)"""
-    with Numbers() as numbers:
-        numbers.seed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1)
+    """Python's, NumPy's and torch's generators set by a name, and put back afterwards.
+
+    CUDA's, too, where this process uses it: a ``collate_fn`` may augment there.
+    """
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+    before = generators()
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    try:
         yield
+    finally:
+        set_generators(before)
 
 
 # --- is it a dataset that the plan is for? ---------------------------------------------------------------------------

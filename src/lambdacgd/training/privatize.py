@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor, nn
@@ -444,7 +445,7 @@ def _facts(private: Private, max_physical_batch_size: int | None) -> dict[str, A
         # With a data_fingerprint the user vouches for the data, also where reading it draws random numbers of its own.
         "sample": None if private.settings["data_fingerprint"] else sample_of(private.dataset),
         "max_physical_batch_size": max_physical_batch_size,
-        "earlier": private.history.to_dict(),
+        "earlier": asdict(private.history),
         "device": private.clipper.anchor.device.type,
         "sharded modules": [path for path, _ in models.fsdp_modules(private.model)],
         "version": __version__,

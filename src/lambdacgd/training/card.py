@@ -306,8 +306,11 @@ def _claim(plan: Plan, history: History) -> str:
 
 def write_card(facts: dict[str, Any], folder: Path) -> None:
     """Write the card into a folder, for machines and for people. One that is there is replaced."""
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows_of(facts))
+    rest = "\n".join(f"- {item}" for item in facts["not_covered"])
+    page = f"# Privacy card\n\n| | |\n|---|---|\n{table}\n\nNot covered:\n\n{rest}\n"
     text = json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
-    for name, content in ((CARD_JSON, text), (CARD_MARKDOWN, to_markdown(facts))):
+    for name, content in ((CARD_JSON, text), (CARD_MARKDOWN, page)):
         (folder / name).unlink(missing_ok=True)
         write_new(folder / name, [content.encode()], mode=PUBLIC)
 
@@ -334,13 +337,6 @@ def rows_of(facts: dict[str, Any]) -> list[tuple[str, Any]]:
         ("Certificate", facts["certificate"]["method"]),
         ("Made by", facts["library"]),
     ]
-
-
-def to_markdown(facts: dict[str, Any]) -> str:
-    """The same facts for people."""
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows_of(facts))
-    rest = "\n".join(f"- {item}" for item in facts["not_covered"])
-    return f"# Privacy card\n\n| | |\n|---|---|\n{table}\n\nNot covered:\n\n{rest}\n"
 
 
 def _floating_point(cost: dict[str, Any] | None) -> str:

@@ -116,12 +116,8 @@ class Choice:
 
     value: float
     objective: Objective
-    candidates: tuple[Candidate, ...]
+    candidates: list[Candidate]
     because: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as plan files hold them."""
-        return asdict(self) | {"candidates": [asdict(candidate) for candidate in self.candidates]}
 
 
 def choose_lambda(
@@ -188,12 +184,12 @@ def choose(mechanism: Mechanism, setting: Setting) -> tuple[Mechanism, dict[str,
             pays = restarts and setting.amplified and normalizing_pays(setting)
             mechanism = replace(mechanism, normalized=pays)
         best = _best(mechanism, "lam", _objective("lam", mechanism.objective, setting), setting)
-        return replace(mechanism, lam=best.value, objective=None), {"parameter": "lambda"} | best.to_dict()
+        return replace(mechanism, lam=best.value, objective=None), {"parameter": "lambda"} | asdict(best)
     if isinstance(mechanism, GammaBIFR) and mechanism.gamma == "auto":
         if mechanism.bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
             return replace(mechanism, gamma=0.0, objective=None), None
         best = _best(mechanism, "gamma", _objective("gamma", mechanism.objective, setting), setting)
-        return replace(mechanism, gamma=best.value, objective=None), {"parameter": "gamma"} | best.to_dict()
+        return replace(mechanism, gamma=best.value, objective=None), {"parameter": "gamma"} | asdict(best)
     if isinstance(mechanism, BandMF) and mechanism.bands == "auto":
         if not isinstance(setting.sampling, Poisson) or setting.epsilon in (None, math.inf):
             raise InvalidInput("bands", "auto", "only Poisson sampling at a finite epsilon chooses them; say how many")
@@ -247,7 +243,7 @@ def _best(mechanism: LambdaCGD | GammaBIFR, parameter: str, objective: Objective
         return [asdict(candidate) for candidate in _candidates(make, setting)]
 
     question = {"mechanism": plain.to_dict()} | setting.question
-    candidates = tuple(Candidate(**stored) for stored in cache.cached("choice", question, compute))
+    candidates = [Candidate(**stored) for stored in cache.cached("choice", question, compute)]
     value = next(candidate.value for candidate in candidates if candidate.objective == objective)
     return Choice(value, objective, candidates, _BECAUSE[objective])
 

@@ -445,17 +445,6 @@ def prf64(subkey: bytes, ids: NDArray[np.integer]) -> UINT64:
     return out.reshape(ids.shape)
 
 
-def prf64_range(subkey: bytes, count: int) -> UINT64:
-    """``prf64(subkey, np.arange(count))``, ten times as fast: the keystream itself, without an index."""
-    check_key(subkey)
-    out = np.empty(count, dtype=np.uint64)
-    for start in range(0, count, 1 << 16):
-        part, block = out[start : start + (1 << 16)], start >> 3
-        tail = (block & 0xFFFFFFFF, block >> 32, 0, 0)
-        part[:] = keystream(subkey, tail, -(-part.size // 8)).view("<u8")[: part.size]
-    return out
-
-
 def _words(subkey: bytes, ids: UINT64) -> UINT64:
     low, high = int(ids.min()) >> 3, int(ids.max()) >> 3
     # Ids that lie close together (a range, a shuffled range) come out of one keystream slice. A block of a slice takes

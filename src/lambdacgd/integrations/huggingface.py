@@ -16,7 +16,6 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.nn import functional as F
 
 from lambdacgd.clipping import Mode
@@ -158,7 +157,7 @@ class LambdaCGDTrainer(_Trainer):
                 another run's.
             TrainingError: This Trainer has trained already.
         """
-        world = World.of(None)
+        world = World.here()
         with world.together("starting to train"):
             self._check_first(resume_from_checkpoint)
             # Rank 0 keeps the key's file and the ledger; the others receive the key from it.
@@ -307,11 +306,10 @@ class LambdaCGDTrainer(_Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """What a callback asks for on one rank happens on all: who saves or stops alone would wait for the others."""
-        if self.private is not None and self.private.world.many:
-            asked = torch.tensor([getattr(self.control, name) for name in _ASKED], device=self.args.device).int()
-            dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.private.world.group)
-            for name, found in zip(_ASKED, asked.tolist(), strict=True):
-                setattr(self.control, name, bool(found))
+        if self.private is not None:
+            asked = self.private.world.gather([getattr(self.control, name) for name in _ASKED])
+            for name, by_rank in zip(_ASKED, zip(*asked, strict=True), strict=True):
+                setattr(self.control, name, any(by_rank))
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.files import sync_folder
+from lambdacgd.questions import verify
 from lambdacgd.training.card import PUBLIC, write_card
 from lambdacgd.training.checkpoint import frozen_names, write_tensors
 from lambdacgd.training.distributed.models import is_sharded, whole_state
 from lambdacgd.training.privatize import Private
-from lambdacgd.verifying import verify
 
 WEIGHTS = "model.safetensors"
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import lambdacgd as lc
-from lambdacgd.cli import main
+from lambdacgd.cli import main, planner
 
 BASE = ["--examples", "50000", "--batch-size", "128", "--epochs", "10", "--epsilon", "8", "--delta", "1e-5"]
 CYCLIC = [*BASE, "--sampling", "cyclic"]
@@ -288,3 +288,11 @@ def test_complaints_name_flags(capsys):
     assert "An automatic λ" in said
     assert "--noise-multiplier" in said
     assert "noise_multiplier" not in said
+
+
+def test_the_comparison_says_whose_columns_were_certified():
+    def certified_by(mechanism, **sampling):
+        return planner._method(lc.plan(40, 10, epochs=2, epsilon=2.0, delta=1e-3, mechanism=mechanism, **sampling))
+
+    assert [certified_by(m) for m in (lc.LambdaCGD(0.5), lc.BISR(3))] == ["exact", "dominated"]
+    assert certified_by(lc.BISR(3), sampling=lc.Cyclic()) == "analytic"

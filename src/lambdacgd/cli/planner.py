@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from lambdacgd.accounting.accountants import exact_numbers
 from lambdacgd.cli.options import number_or_auto, place_for, plan_arguments
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
@@ -86,8 +87,11 @@ def _remarks(plan: Plan) -> list[str]:
     return lines
 
 
-# How the comparison calls methods whose names would not fit beside the numbers in 80 columns.
-_BRIEFLY = {"transfer-matrix": "exact", "transfer-matrix-composed": "exact"}
+def _method(plan: Plan) -> str:
+    """Who certified the plan, in a word that fits beside the numbers in 80 columns."""
+    if not plan.certificate.method.startswith("transfer-matrix"):
+        return plan.certificate.method
+    return "dominated" if exact_numbers(plan.mechanism, plan.block.steps) is None else "exact"
 
 
 def _comparison_table(plans: list[Plan]) -> Table:
@@ -103,8 +107,7 @@ def _comparison_table(plans: list[Plan]) -> Table:
     for plan in plans:
         other = plan.sampling.kind != usual.sampling.kind
         apart = f" ({getattr(plan.sampling, 'bins', plan.sampling.name)})" if other else ""
-        method = _BRIEFLY.get(plan.certificate.method, plan.certificate.method)
         numbers = [f"{value:.4g}" for value in (plan.sigma, plan.rmse, plan.maxse)]
         style = "bold" if plan.rmse == best else ""
-        table.add_row(str(plan.mechanism) + apart, *numbers, str(_stored(plan)), method, style=style)
+        table.add_row(str(plan.mechanism) + apart, *numbers, str(_stored(plan)), _method(plan), style=style)
     return table

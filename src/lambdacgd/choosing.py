@@ -261,29 +261,21 @@ def _candidates(make: Callable[[float], Mechanism], setting: Setting) -> list[Ca
     if not setting.amplified:
         return [Candidate(name, x, 1.0, *errors(x), amplified=False) for name, x in plain.items()]
     with progress(f"choosing for ε = {setting.epsilon:g}") as tick:
-        return _amplified_candidates(make, AmplifiedError(setting, tick), plain)
+        search = AmplifiedError(setting, tick)
 
+        def error(x: float) -> float:
+            return search.guess(make(x))
 
-def _amplified_candidates(
-    make: Callable[[float], Mechanism], search: AmplifiedError, plain: dict[Objective, float]
-) -> list[Candidate]:
-    top = max(-math.log1p(-plain["rmse"]), 0.1)
-    closed = search.closed_form(make(0.5)) is not None
-
-    def error(x: float) -> float:
-        return search.guess(make(x))
-
-    smallest = _minimise(error, top, 1e-3 if closed else 0.05)
-    chosen = plain | {"amplified-rmse": smallest, "guideline": shrink(smallest)}
-    # The closed form is right up to a factor that changes slowly with λ: one accountant's σ sets it for all.
-    factor = search.rmse(make(smallest)) / error(smallest)
-    candidates = []
-    for name, x in chosen.items():
-        mechanism = make(x)
-        mean, largest = search.setting.norms(mechanism)
-        sigma = factor * error(x) / mean
-        candidates.append(Candidate(name, x, sigma, mean * sigma, largest * sigma, amplified=True))
-    return candidates
+        top = max(-math.log1p(-plain["rmse"]), 0.1)
+        smallest = _minimise(error, top, 0.05 if search.closed_form(make(0.5)) is None else 1e-3)
+        # The closed form is right up to a factor that changes slowly with λ: one accountant's σ sets it for all.
+        factor = search.rmse(make(smallest)) / error(smallest)
+        candidates = []
+        for name, x in (plain | {"amplified-rmse": smallest, "guideline": shrink(smallest)}).items():
+            mean, largest = setting.norms(make(x))
+            sigma = factor * error(x) / mean
+            candidates.append(Candidate(name, x, sigma, mean * sigma, largest * sigma, amplified=True))
+        return candidates
 
 
 def shrink(value: float) -> float:

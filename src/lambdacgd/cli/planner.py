@@ -38,8 +38,19 @@ def show_plan(request: dict[str, Any], *, as_json: bool, out: Path | None) -> No
     kept = f"stores {past} of the model's size" if _stored(plan) else f"stores none, regenerates {past} from the key"
     table.add_row("past noise", kept if past else "none needed")
     console.print(Panel(table, title="Plan", expand=False))
-    for line in _remarks(plan):
-        console.print(line)
+    if plan.epsilon == float("inf"):
+        console.print("[red bold]ε = inf: no noise is added and nothing is private.[/]")
+    if refusal := plan.certificate.details.get("transfer_matrix_refused"):
+        console.print(f"[yellow]The exact accountant refuses, so this σ has no amplification:[/] {escape(refusal)}")
+    if selection := plan.selection:
+        were = "were" if selection["parameter"].endswith("s") else "was"
+        console.print(f"{selection['parameter']} {were} chosen by {selection['objective']}: {selection['because']}")
+        if "candidates" in selection:
+            console.print("What each objective would choose, by quick estimates:")
+        for candidate in selection.get("candidates", ()):
+            where = "" if candidate["amplified"] else " at unit noise"
+            choice = f"{candidate['objective']:<15} {candidate['value']:.4f}"
+            console.print(f"  {choice}   RMSE ~{candidate['rmse']:.3g}{where}")
     if out:
         console.print(f"plan written to {out}")
 
@@ -66,24 +77,6 @@ def _stored(plan: Plan) -> int:
     """How many noise vectors of the model's size are kept."""
     steps = plan.block.steps
     return 0 if plan.mechanism.regenerates(steps) else plan.mechanism.past_vectors(steps)
-
-
-def _remarks(plan: Plan) -> list[str]:
-    lines = []
-    if plan.epsilon == float("inf"):
-        lines.append("[red bold]ε = inf: no noise is added and nothing is private.[/]")
-    if refusal := plan.certificate.details.get("transfer_matrix_refused"):
-        lines.append(f"[yellow]The exact accountant refuses, so this σ has no amplification:[/] {escape(refusal)}")
-    if selection := plan.selection:
-        were = "were" if selection["parameter"].endswith("s") else "was"
-        lines.append(f"{selection['parameter']} {were} chosen by {selection['objective']}: {selection['because']}")
-        if "candidates" in selection:
-            lines.append("What each objective would choose, by quick estimates:")
-        for candidate in selection.get("candidates", ()):
-            where = "" if candidate["amplified"] else " at unit noise"
-            choice = f"{candidate['objective']:<15} {candidate['value']:.4f}"
-            lines.append(f"  {choice}   RMSE ~{candidate['rmse']:.3g}{where}")
-    return lines
 
 
 # How the comparison calls methods whose names would not fit beside the numbers in 80 columns.

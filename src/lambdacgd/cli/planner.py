@@ -64,26 +64,6 @@ def show_comparison(request: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([plan.to_dict() for plan in plans], indent=2))
         return
-    console = Console()
-    console.print(_comparison_table(plans))
-    console.print(
-        "RMSE and MaxSE are of the sum of gradients, in units of the clipping norm.\n"
-        "Stored: noise vectors of the model's size; 0 means that the noise is regenerated.\n"
-        "Exact: the transfer-matrix accountant, of the mechanism or of one that dominates it."
-    )
-
-
-def _stored(plan: Plan) -> int:
-    """How many noise vectors of the model's size are kept."""
-    steps = plan.block.steps
-    return 0 if plan.mechanism.regenerates(steps) else plan.mechanism.past_vectors(steps)
-
-
-# How the comparison calls methods whose names would not fit beside the numbers in 80 columns.
-_BRIEFLY = {"transfer-matrix": "exact", "transfer-matrix-composed": "exact"}
-
-
-def _comparison_table(plans: list[Plan]) -> Table:
     usual = plans[len(plans) // 2]  # of the kind that most rows are
     run = f"N = {usual.examples}, B = {usual.described_batch_size}, k = {usual.epochs}"
     title = f"{run}, ε = {usual.epsilon:g}, δ = {usual.delta:g}\n{usual.sampling.kind}"
@@ -96,8 +76,21 @@ def _comparison_table(plans: list[Plan]) -> Table:
     for plan in plans:
         other = plan.sampling.kind != usual.sampling.kind
         apart = f" ({getattr(plan.sampling, 'bins', plan.sampling.name)})" if other else ""
-        method = _BRIEFLY.get(plan.certificate.method, plan.certificate.method)
+        method = plan.certificate.method
+        method = "exact" if method.startswith("transfer-matrix") else method  # would not fit into 80 columns
         numbers = [f"{value:.4g}" for value in (plan.sigma, plan.rmse, plan.maxse)]
         style = "bold" if plan.rmse == best else ""
         table.add_row(str(plan.mechanism) + apart, *numbers, str(_stored(plan)), method, style=style)
-    return table
+    console = Console()
+    console.print(table)
+    console.print(
+        "RMSE and MaxSE are of the sum of gradients, in units of the clipping norm.\n"
+        "Stored: noise vectors of the model's size; 0 means that the noise is regenerated.\n"
+        "Exact: the transfer-matrix accountant, of the mechanism or of one that dominates it."
+    )
+
+
+def _stored(plan: Plan) -> int:
+    """How many noise vectors of the model's size are kept."""
+    steps = plan.block.steps
+    return 0 if plan.mechanism.regenerates(steps) else plan.mechanism.past_vectors(steps)

@@ -436,35 +436,32 @@ def _amplified_bands(mechanism: BandInvMF, setting: Setting) -> BandInvMF:
     """
     bands = integer("bands", mechanism.bands, minimum=2, maximum=min(MOST_BANDS, setting.sampling.block.steps))
 
-    def made(coefficients: tuple[float, ...]) -> BandInvMF:
-        return replace(mechanism, coefficients=coefficients, amplified=False)
-
-    def compute() -> list[float]:
-        with progress(f"optimising {bands} bands for ε = {setting.epsilon:g}", _EVALUATIONS * (bands - 1)) as tick:
-            return _optimise(bands, made, AmplifiedError(setting, tick))
-
-    question = {"bands": bands, "normalized": mechanism.normalized} | setting.question
-    return made(tuple(cache.cached("amplified-bandinvmf", question, compute)))
-
-
-def _optimise(bands: int, made: Callable[[tuple[float, ...]], BandInvMF], search: AmplifiedError) -> list[float]:
-    block = search.setting.sampling.block  # the stretch that noise is correlated over
-
     def coefficients(logs: NDArray[np.float64]) -> tuple[float, ...]:
         return (1.0, *(-float(value) for value in np.exp(logs)))
 
-    def error(logs: NDArray[np.float64]) -> float:
-        if np.exp(logs).sum() >= 1.0:  # C would grow without bound
-            return 1e300
-        return search.guess(made(coefficients(logs)))
+    def made(found: tuple[float, ...]) -> BandInvMF:
+        return replace(mechanism, coefficients=found, amplified=False)
 
-    gamma = _best(GammaBIFR(bands), "gamma", "amplified-rmse", search.setting).value
-    starts = [GammaBIFR(bands, gamma), BISR(bands), BandInvMF(bands).resolve(block)]
-    tails = [start.noising(block.steps)[1:] for start in starts]
-    points = [np.log(np.maximum(-tail, _SMALLEST)) for tail in tails]  # what is not negative becomes tiny
-    # Amplification wants less correlation: first shrink each start as a whole, then let the best one move freely.
-    shrunk = [point + shift for point in points for shift in (0.0, *np.log1p(-np.array(_SHRINK)))]
-    best = min(shrunk, key=error)
-    simplex = np.vstack([best, best - 0.1 * np.eye(bands - 1)])
-    options = {"initial_simplex": simplex, "xatol": 5e-3, "fatol": 1e-4, "maxfev": _EVALUATIONS * (bands - 1)}
-    return list(coefficients(minimize(error, best, method="Nelder-Mead", options=options).x))
+    def compute() -> list[float]:
+        gamma = _best(GammaBIFR(bands), "gamma", "amplified-rmse", setting).value
+        starts = [GammaBIFR(bands, gamma), BISR(bands), BandInvMF(bands).resolve(setting.sampling.block)]
+        tails = [start.noising(setting.sampling.block.steps)[1:] for start in starts]
+        points = [np.log(np.maximum(-tail, _SMALLEST)) for tail in tails]  # what is not negative becomes tiny
+        # Amplification wants less correlation: first shrink each start as a whole, then let the best one move freely.
+        shrunk = [point + shift for point in points for shift in (0.0, *np.log1p(-np.array(_SHRINK)))]
+        most = _EVALUATIONS * (bands - 1)
+        with progress(f"optimising {bands} bands for ε = {setting.epsilon:g}", most) as tick:
+            search = AmplifiedError(setting, tick)
+
+            def error(logs: NDArray[np.float64]) -> float:
+                if np.exp(logs).sum() >= 1.0:  # C would grow without bound
+                    return 1e300
+                return search.guess(made(coefficients(logs)))
+
+            best = min(shrunk, key=error)
+            simplex = np.vstack([best, best - 0.1 * np.eye(bands - 1)])
+            options = {"initial_simplex": simplex, "xatol": 5e-3, "fatol": 1e-4, "maxfev": most}
+            return list(coefficients(minimize(error, best, method="Nelder-Mead", options=options).x))
+
+    question = {"bands": bands, "normalized": mechanism.normalized} | setting.question
+    return made(tuple(cache.cached("amplified-bandinvmf", question, compute)))

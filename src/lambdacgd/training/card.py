@@ -248,6 +248,11 @@ def card(
         replaced = math.inf, 1.0, "no claim"
     else:
         replaced = _in_and_out(epsilon, delta) if history.runs else replace_one(plan)
+    # Over what noise is correlated, and how often the examples are dealt out: the claim holds for nothing else.
+    correlation = f"within an epoch: bins are redrawn and noise restarts every {plan.restart_every} steps (fresh bins)"
+    if plan.restart_every is None:
+        dealt = ", bins drawn once and kept (fixed bins)" if isinstance(plan.sampling, BallsInBins) else ""
+        correlation = f"over all {plan.steps} steps{dealt}"
     facts = {
         "format": FORMAT,
         "library": f"lambdacgd {__version__}",
@@ -263,7 +268,7 @@ def card(
         "replace_one": {"epsilon": replaced[0], "delta": replaced[1], "reading": replaced[2]},
         "mechanism": plan.mechanism.to_dict(),
         "sampling": plan.sampling.to_dict(),
-        "correlation": _correlation(plan),
+        "correlation": correlation,
         "sigma": plan.sigma,
         "max_grad_norm": settings["max_grad_norm"],
         "clipping": settings["clipping_mode"],
@@ -278,14 +283,6 @@ def card(
         "not_covered": list(NOT_COVERED),
     }
     return Card(plain(facts))
-
-
-def _correlation(plan: Plan) -> str:
-    """Over what noise is correlated, and how often the examples are dealt out: the claim holds for nothing else."""
-    if plan.restart_every is not None:
-        return f"within an epoch: bins are redrawn and noise restarts every {plan.restart_every} steps (fresh bins)"
-    dealt = ", bins drawn once and kept (fixed bins)" if isinstance(plan.sampling, BallsInBins) else ""
-    return f"over all {plan.steps} steps{dealt}"
 
 
 def _claim(plan: Plan, history: History) -> str:

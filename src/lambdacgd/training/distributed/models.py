@@ -63,16 +63,23 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
         if not isinstance(value, Tensor) or id(value) in seen:
             continue
         seen.add(id(value))
-        whole: Any = value
-        if is_sharded(whole):
-            from torch.distributed.tensor import DTensor
-
-            # from_local moves shards kept in host memory to the mesh's device, where its process group can send them.
-            how = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-            whole = DTensor.from_local(local(whole).detach(), whole.device_mesh, whole.placements, **how).full_tensor()
+        whole = gathered(value)
         if keep:
             state[name] = whole.detach().cpu().contiguous()
     return state
+
+
+def gathered(p: Any) -> Tensor:
+    """The whole of a tensor, wherever its shards are kept. All ranks must call it."""
+    if not is_sharded(p):
+        whole: Tensor = p
+        return whole
+    from torch.distributed.tensor import DTensor
+
+    # from_local moves shards kept in host memory to the mesh's device, where its process group can send them.
+    shape = {"shape": p.shape, "stride": p.stride()}
+    moved = DTensor.from_local(local(p).detach(), p.device_mesh, p.placements, run_check=False, **shape)
+    return moved.full_tensor()
 
 
 class Place:

@@ -287,17 +287,12 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
             raise InvalidInput("source", f"{own}. Where you have its class, lc.plan certifies it anew.") from None
         raise InvalidInput("source", f"{path} is not a whole privacy card ({brief(error)}).") from None
     if sentence is not None:  # or it says that nothing is claimed
-        _check_sums(path, runs, stated, (float(sentence[1]), float(sentence[2])))
+        for claim in (stated, (float(sentence[1]), float(sentence[2]))):  # in its numbers, and in its sentence
+            for name, value, parts in zip("εδ", claim, zip(*runs, strict=True), strict=True):
+                least = min(1.0, sum(parts)) if name == "δ" else sum(parts)
+                if not value >= least * (1 - ROUNDING):
+                    raise InvalidInput("source", f"{path} claims {name} = {value:g}, and its runs add up to {least:g}.")
     return _certify("card", mechanism, sampling, (math.inf, 1.0) if sentence is None else runs[-1], sigma)
-
-
-def _check_sums(path: Path, runs: list[tuple[float, float]], *claims: tuple[float, float]) -> None:
-    """Refuse a card that claims less, in its numbers or in its sentence, than its runs add up to."""
-    for claim in claims:
-        for name, value, parts in zip("εδ", claim, zip(*runs, strict=True), strict=True):
-            least = min(1.0, sum(parts)) if name == "δ" else sum(parts)
-            if not value >= least * (1 - ROUNDING):
-                raise InvalidInput("source", f"{path} claims {name} = {value:g}, and its runs add up to {least:g}.")
 
 
 def _certify(

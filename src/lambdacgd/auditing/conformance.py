@@ -57,7 +57,10 @@ class Measured:
     def __init__(self, plan: Plan, recording: Recording, max_grad_norm: float) -> None:
         matrix = strategy_matrix(plan)
         whitened = in_blocks(plan, matrix, recording.released) / (max_grad_norm * plan.sigma)
-        self.first = recording.released[0] / _lattice(plan, max_grad_norm, whitened.shape[1])
+        cost, scales = floating_point_of(plan, whitened.shape[1] + 1), plan.mechanism.column_scales(plan.block.steps)
+        assert cost is not None  # of one parameter more: the embedding has a row for padding
+        size = max_grad_norm * plan.sigma * (1.0 if scales is None else float(scales[0])) * (1 + 2.0**-50)
+        self.first = np.ldexp(recording.released[0], cost.fineness - math.frexp(size)[1])
         seen = [_without_stand_in(plan, recording.seen, step) for step in range(plan.steps)]
         self.present = recording.present
         self.drawn = np.array([len(ids) for ids in seen])
@@ -80,15 +83,6 @@ class Measured:
         if isinstance(plan.sampling, Poisson):
             places = recording.ids % max(1, plan.sampling.groups)
         self.scores = likelihood_ratios(plan, whitened, places)
-
-
-def _lattice(plan: Plan, max_grad_norm: float, canaries: int) -> float:
-    """Δ of the first step."""
-    cost = floating_point_of(plan, canaries + 1)  # an embedding has a row for padding
-    assert cost is not None
-    scales = plan.mechanism.column_scales(plan.block.steps)
-    size = max_grad_norm * plan.sigma * (1.0 if scales is None else float(scales[0]))
-    return math.ldexp(1.0, math.frexp(size * (1 + 2.0**-50))[1] - cost.fineness)
 
 
 def _least_weight(plan: Plan) -> float:

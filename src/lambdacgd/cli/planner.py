@@ -39,8 +39,19 @@ def show_plan(request: dict[str, Any], *, as_json: bool, out: Path | None) -> No
     kept = f"stores {past} of the model's size" if _stored(plan) else f"stores none, regenerates {past} from the key"
     table.add_row("past noise", kept if past else "none needed")
     console.print(Panel(table, title="Plan", expand=False))
-    for line in _remarks(plan):
-        console.print(line)
+    if plan.epsilon == float("inf"):
+        console.print("[red bold]ε = inf: no noise is added and nothing is private.[/]")
+    if refusal := plan.certificate.details.get("transfer_matrix_refused"):
+        console.print(f"[yellow]The exact accountant refuses, so this σ has no amplification:[/] {escape(refusal)}")
+    if selection := plan.selection:
+        were = "were" if selection["parameter"].endswith("s") else "was"
+        console.print(f"{selection['parameter']} {were} chosen by {selection['objective']}: {selection['because']}")
+        if "candidates" in selection:
+            console.print("What each objective would choose, by quick estimates:")
+        for candidate in selection.get("candidates", ()):
+            where = "" if candidate["amplified"] else " at unit noise"
+            choice = f"{candidate['objective']:<15} {candidate['value']:.4f}"
+            console.print(f"  {choice}   RMSE ~{candidate['rmse']:.3g}{where}")
     if out:
         console.print(f"plan written to {out}")
 
@@ -54,47 +65,6 @@ def show_comparison(request: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([plan.to_dict() for plan in plans], indent=2))
         return
-    console = Console()
-    console.print(_comparison_table(plans))
-    console.print(
-        "RMSE and MaxSE are of the sum of gradients, in units of the clipping norm.\n"
-        "Stored: noise vectors of the model's size; 0 means that the noise is regenerated.\n"
-        "Exact: the transfer-matrix accountant, of the mechanism or of one that dominates it."
-    )
-
-
-def _stored(plan: Plan) -> int:
-    """How many noise vectors of the model's size are kept."""
-    steps = plan.block.steps
-    return 0 if plan.mechanism.regenerates(steps) else plan.mechanism.past_vectors(steps)
-
-
-def _remarks(plan: Plan) -> list[str]:
-    lines = []
-    if plan.epsilon == float("inf"):
-        lines.append("[red bold]ε = inf: no noise is added and nothing is private.[/]")
-    if refusal := plan.certificate.details.get("transfer_matrix_refused"):
-        lines.append(f"[yellow]The exact accountant refuses, so this σ has no amplification:[/] {escape(refusal)}")
-    if selection := plan.selection:
-        were = "were" if selection["parameter"].endswith("s") else "was"
-        lines.append(f"{selection['parameter']} {were} chosen by {selection['objective']}: {selection['because']}")
-        if "candidates" in selection:
-            lines.append("What each objective would choose, by quick estimates:")
-        for candidate in selection.get("candidates", ()):
-            where = "" if candidate["amplified"] else " at unit noise"
-            choice = f"{candidate['objective']:<15} {candidate['value']:.4f}"
-            lines.append(f"  {choice}   RMSE ~{candidate['rmse']:.3g}{where}")
-    return lines
-
-
-def _method(plan: Plan) -> str:
-    """Who certified the plan, in a word that fits beside the numbers in 80 columns."""
-    if not plan.certificate.method.startswith("transfer-matrix"):
-        return plan.certificate.method
-    return "dominated" if exact_numbers(plan.mechanism, plan.block.steps) is None else "exact"
-
-
-def _comparison_table(plans: list[Plan]) -> Table:
     usual = plans[len(plans) // 2]  # of the kind that most rows are
     run = f"N = {usual.examples}, B = {usual.described_batch_size}, k = {usual.epochs}"
     title = f"{run}, ε = {usual.epsilon:g}, δ = {usual.delta:g}\n{usual.sampling.kind}"
@@ -110,4 +80,23 @@ def _comparison_table(plans: list[Plan]) -> Table:
         numbers = [f"{value:.4g}" for value in (plan.sigma, plan.rmse, plan.maxse)]
         style = "bold" if plan.rmse == best else ""
         table.add_row(str(plan.mechanism) + apart, *numbers, str(_stored(plan)), _method(plan), style=style)
-    return table
+    console = Console()
+    console.print(table)
+    console.print(
+        "RMSE and MaxSE are of the sum of gradients, in units of the clipping norm.\n"
+        "Stored: noise vectors of the model's size; 0 means that the noise is regenerated.\n"
+        "Exact: the transfer-matrix accountant. Dominated: the same, of one that reveals at least as much."
+    )
+
+
+def _method(plan: Plan) -> str:
+    """Who certified the plan, in a word that fits beside the numbers in 80 columns."""
+    if not plan.certificate.method.startswith("transfer-matrix"):
+        return plan.certificate.method
+    return "dominated" if exact_numbers(plan.mechanism, plan.block.steps) is None else "exact"
+
+
+def _stored(plan: Plan) -> int:
+    """How many noise vectors of the model's size are kept."""
+    steps = plan.block.steps
+    return 0 if plan.mechanism.regenerates(steps) else plan.mechanism.past_vectors(steps)

@@ -382,23 +382,22 @@ class LambdaCGDTrainer(_Trainer):
         Raises:
             TrainingError: Something other than the run has changed the weights.
         """
-        if self.private is not None:
-            self._enter_release(self.private)
+        private = self.private
+        if private is not None:
+            private.cycle.refuse_half_done()
+            private.weights.check()  # before anything is written: no weights without their card
+            if self.model is not private.model:
+                other = "trainer.model is not the model that this run has trained"
+                raise TrainingError(f"{other}: its card is not the run's")
+            if self.is_world_process_zero():  # which keeps the ledger
+                trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+                private.run.release(private.steps_taken, digest=content_digest(trained), kind="save_model")
         super().save_model(output_dir, _internal_call=True)
-        if self.private is not None and self.args.should_save:
+        if private is not None and self.args.should_save:
             folder = Path(self.args.output_dir if output_dir is None else output_dir)
-            write_card(self.private.card(), folder)
+            write_card(private.card(), folder)
             if not _internal_call:  # a release: the pickled arguments may hold a token and name places of ours
                 (folder / "training_args.bin").unlink(missing_ok=True)
-
-    def _enter_release(self, private: Private) -> None:
-        private.cycle.refuse_half_done()
-        private.weights.check()  # before anything is written: no weights without their card
-        if self.model is not private.model:
-            raise TrainingError("trainer.model is not the model that this run has trained: its card is not the run's")
-        if self.is_world_process_zero():  # which keeps the ledger
-            trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-            private.run.release(private.steps_taken, digest=content_digest(trained), kind="save_model")
 
     # --- what is refused whatever is given ---------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from lambdacgd.accounting import Certificate, accountant_for
 from lambdacgd.accounting.certificate import DELTA_SHARE, set_aside
 from lambdacgd.accounting.floating_point import FloatingPointCost
 from lambdacgd.accounting.gaussian import gaussian_epsilon
-from lambdacgd.errors import CheckpointError, InvalidInput, at_least, brief, rounded_up
+from lambdacgd.errors import CheckpointError, InvalidInput, at_least, brief, counted, rounded_up
 from lambdacgd.files import read_json, write_new
 from lambdacgd.planning import Plan, html_table, plain
 from lambdacgd.sampling import BallsInBins
@@ -149,7 +149,8 @@ class History:
         """
         both = (self.runs or self.declared) and (saved.runs or saved.declared)
         if both and self.runs != saved.runs:
-            raise CheckpointError(f"{_counted(saved.runs)} declared first, {_counted(self.runs)} now: give the same")
+            first, now = (counted(len(each.runs), "earlier run") for each in (saved, self))
+            raise CheckpointError(f"{first} declared first, {now} now: give the same")
         # A declaration where there was none: whoever gives it vouches for it. The larger list counts.
         runs = max(self.runs, saved.runs, key=len)
         return History(runs, self.declared or saved.declared, self.changed or saved.changed)
@@ -157,13 +158,10 @@ class History:
     @property
     def text(self) -> str:
         """A sentence for the card."""
+        runs = counted(len(self.runs), "earlier run")
         if self.declared:
-            return f"{_counted(self.runs)}, added up in ε and δ" if self.runs else "declared: no private data"
-        return NOT_DECLARED + (f"; {_counted(self.runs)} among it, added up in ε and δ" if self.runs else "")
-
-
-def _counted(runs: tuple[tuple[float, float], ...]) -> str:
-    return f"{len(runs) or 'no'} earlier run" + ("" if len(runs) == 1 else "s")
+            return f"{runs}, added up in ε and δ" if self.runs else "declared: no private data"
+        return NOT_DECLARED + (f"; {runs} among it, added up in ε and δ" if self.runs else "")
 
 
 def _read_card(given: GivenCard) -> Mapping[str, Any]:
@@ -248,6 +246,11 @@ def card(
         replaced = math.inf, 1.0, "no claim"
     else:
         replaced = _in_and_out(epsilon, delta) if history.runs else replace_one(plan)
+    # Over what noise is correlated, and how often the examples are dealt out: the claim holds for nothing else.
+    correlation = f"within an epoch: bins are redrawn and noise restarts every {plan.restart_every} steps (fresh bins)"
+    if plan.restart_every is None:
+        dealt = ", bins drawn once and kept (fixed bins)" if isinstance(plan.sampling, BallsInBins) else ""
+        correlation = f"over all {plan.steps} steps{dealt}"
     facts = {
         "format": FORMAT,
         "library": f"lambdacgd {__version__}",
@@ -263,7 +266,7 @@ def card(
         "replace_one": {"epsilon": replaced[0], "delta": replaced[1], "reading": replaced[2]},
         "mechanism": plan.mechanism.to_dict(),
         "sampling": plan.sampling.to_dict(),
-        "correlation": _correlation(plan),
+        "correlation": correlation,
         "sigma": plan.sigma,
         "max_grad_norm": settings["max_grad_norm"],
         "clipping": settings["clipping_mode"],
@@ -280,14 +283,6 @@ def card(
     return Card(plain(facts))
 
 
-def _correlation(plan: Plan) -> str:
-    """Over what noise is correlated, and how often the examples are dealt out: the claim holds for nothing else."""
-    if plan.restart_every is not None:
-        return f"within an epoch: bins are redrawn and noise restarts every {plan.restart_every} steps (fresh bins)"
-    dealt = ", bins drawn once and kept (fixed bins)" if isinstance(plan.sampling, BallsInBins) else ""
-    return f"over all {plan.steps} steps{dealt}"
-
-
 def _claim(plan: Plan, history: History) -> str:
     if not math.isfinite(plan.epsilon):
         return "none: trained without noise and clipping, for debugging"
@@ -299,7 +294,7 @@ def _claim(plan: Plan, history: History) -> str:
     if not history.runs:
         return own
     epsilon, delta = (sum(parts) for parts in zip(*history.runs, (plan.epsilon, plan.delta), strict=True))
-    before = _counted(history.runs)
+    before = counted(len(history.runs), "earlier run")
     together = f"({at_least(epsilon)}, {at_least(delta)})-differentially private together with {before}"
     return f"{together} on these weights; the last: {own}"
 

@@ -310,8 +310,16 @@ def _newest(private: Private | None, folder: Path) -> tuple[Path, dict[str, Any]
     steps = _steps(folder)
     if not steps:
         raise CheckpointError(f"there is no checkpoint in {folder}")
-    with _damage(steps[-1]):
-        return steps[-1], _read_facts(steps[-1])
+    source = steps[-1]
+    with _damage(source):
+        _names(source)
+        facts: dict[str, Any] = read_json(source / FACTS, most=MOST_JSON)
+        if facts["format"] != FORMAT:
+            raise CheckpointError(f"{source} is of format {shown(facts['format'], 40)}: use the version that wrote it")
+        kinds = {"run": str, "step": int, "identity": dict, "state": dict, "sharded": dict}
+        if any(type(facts[name]) is not kind for name, kind in kinds.items()) or facts["step"] < 0:
+            raise ValueError("run.json")
+        return source, facts
 
 
 @contextlib.contextmanager
@@ -407,17 +415,6 @@ def _write_facts(draft: Path, facts: dict[str, Any], written: list[Written]) -> 
     digests[FACTS] = write_new(draft / FACTS, [content])
     sync_folder(draft)
     return _joined(digests)
-
-
-def _read_facts(folder: Path) -> dict[str, Any]:
-    _names(folder)
-    facts: dict[str, Any] = read_json(folder / FACTS, most=MOST_JSON)
-    if facts["format"] != FORMAT:
-        raise CheckpointError(f"{folder} is of format {shown(facts['format'], 40)}: use the version that wrote it")
-    kinds = {"run": str, "step": int, "identity": dict, "state": dict, "sharded": dict}
-    if any(type(facts[name]) is not kind for name, kind in kinds.items()) or facts["step"] < 0:
-        raise ValueError("run.json")
-    return facts
 
 
 def _names(folder: Path) -> list[str]:

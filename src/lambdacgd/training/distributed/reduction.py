@@ -159,7 +159,15 @@ class ShardedTotals(Totals):
         tags += [receive() for receive in arriving]
         for received in torch.stack(tags).cpu().unbind(0) if tags else ():  # one wait for the device
             check_tag(received, self._step, self._world.size)
-        self._reduce_apart()
+        apart = {}
+        for name in self._apart:
+            total, p = self._sum_of(name), self._parameters[name]
+            if total is None:
+                total = torch.zeros(p.shape, dtype=accumulator(p.dtype), device=self.device)
+            apart[name] = total
+        if apart:
+            all_reduce_(apart, self._step, self._world)
+            self.filled.update(apart)
         self.failed = False
 
     def leave(self) -> None:
@@ -216,17 +224,6 @@ class ShardedTotals(Totals):
             self.filled[place.name] = group.received[start : start + place.count].view(place.local_shape)
             start += place.chunk
         return group.received[-TAGS:].to(torch.float64)
-
-    def _reduce_apart(self) -> None:
-        sums = {}
-        for name in self._apart:
-            total, p = self._sum_of(name), self._parameters[name]
-            if total is None:
-                total = torch.zeros(p.shape, dtype=accumulator(p.dtype), device=self.device)
-            sums[name] = total
-        if sums:
-            all_reduce_(sums, self._step, self._world)
-            self.filled.update(sums)
 
     def _make_groups(self, model: nn.Module) -> list[Group]:
         by_owner: dict[tuple[Any, ...], list[Place]] = {}

@@ -155,6 +155,9 @@ class Stored(Record):
         else:
             total.view(-1).addmv_(flat, factor)
 
+    def reads(self) -> tuple[Tensor, ...]:
+        return (self.gradients,)  # the output's gradient itself, where a rule adds nothing up
+
     @property
     def examples(self) -> int:
         return self.gradients.shape[0]
@@ -756,6 +759,9 @@ class Pack(Stored):
     def __init__(self, records: list[Stored]) -> None:
         super().__init__("", torch.cat([r.flat() for r in records], 1))
         self.records = records
+
+    def reads(self) -> tuple[Tensor, ...]:
+        return tuple(r.gradients for r in self.records)
 
     def buffers(self) -> tuple[Tensor, dict[str, Tensor]]:
         """One buffer for the sums of all, and its views by name."""

@@ -430,6 +430,34 @@ def test_a_gradient_that_is_changed_after_the_backward_pass(monkeypatch: pytest.
         clipper.take()
 
 
+def _gram_norms(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[int], Tensor, gpu.Rounding]]:
+    """`gpu.gram_norms` by its slow twin, at once."""
+    found = []
+    for k, (a, b) in enumerate(pairs):
+        square, trace_a, trace_b, gram_a, gram_b = backward.gram_parts(a, b)
+        grams = torch.stack([square, trace_a, trace_b, gram_a.square(), gram_b.square()], 1)
+        found.append(([k], grams.unsqueeze(0), (2.0**-18, 2.0**-22, False)))
+    return found
+
+
+def test_a_hook_that_changes_a_gradient_whose_norm_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers that are added up share it. In models of many layers, norms are taken on CUDA as layers come: 1.4 ζ."""
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu, "may_use_tables", lambda: True)
+    monkeypatch.setattr(gpu, "gram_norms", _gram_norms)
+    monkeypatch.setattr(backward, "_TOGETHER", 1)
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        first = m.first(x)
+        first.register_hook(lambda gradient: gradient.mul_(10))
+        return first + m.last(x)  # type: ignore[no-any-return]
+
+    layers = {name: nn.Linear(20, 20, bias=False) for name in ("first", "last")}
+    clipper = attach(Net(run, **layers), 1.0, loss_reduction="sum")
+    clipper.model(torch.randn(1, 3, 20)).square().sum().backward()
+    assert total_norm(clipper.take()) <= 1 + clipper.sensitivity_tolerance
+
+
 # --- models that change while attached --------------------------------------------------------------------------------
 
 

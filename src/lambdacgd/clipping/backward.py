@@ -714,12 +714,14 @@ def form_together(records: list[Record]) -> None:
 
 class NormPass:
     """Norms of records as they come. On CUDA, layers are collected and normed many at a time while the backward pass
-    goes on. A parameter that turns out to have several uses is normed again from its merged record.
+    goes on. A parameter that turns out to have several uses is normed again from its merged record, and one whose
+    output's gradient, which others may share, was changed meanwhile by a hook.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[str, Tensor, Tensor]] = []
         self._blocks: list[tuple[list[str], Tensor, gpu.Rounding]] = []
+        self._read: list[tuple[str, Tensor, int]] = []  # before the pass was over, and how often it had been written
         self._together: bool | None = None  # whether norms share launches: one answer for a backward pass
 
     def add(self, record: Outer) -> None:
@@ -728,6 +730,7 @@ class NormPass:
         if self._together and isinstance(record.a, Tensor):
             self._waiting.append((record.name, record.a, record.b))
             if len(self._waiting) >= _TOGETHER:
+                self._read += [(name, x, version(x)) for name, *pair in self._waiting for x in pair]
                 self._launch()
 
     def _launch(self) -> None:
@@ -739,10 +742,11 @@ class NormPass:
         """(names, norms as rows) covering every record; ``merged`` names have several uses."""
         if self._waiting:
             self._launch()
+        again = merged.union(name for name, x, written in self._read if version(x) != written)
         done: dict[str, gpu.Rounding] = {}
         grams: dict[gpu.Rounding, list[Tensor]] = {}
         for names, block, rounding in self._blocks:
-            if merged.isdisjoint(names):
+            if again.isdisjoint(names):
                 done |= dict.fromkeys(names, rounding)
                 grams.setdefault(rounding, []).append(block)
         # One bound for all that round alike, whatever their shapes: it takes a dozen launches.

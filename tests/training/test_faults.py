@@ -60,6 +60,22 @@ def test_sums_that_follow_from_finite_norms_are_not_waited_for(monkeypatch):
     check_same_end(private, module, optimizer)
 
 
+def test_sums_that_somebody_kept_and_wrote_into_are_waited_for(monkeypatch):
+    """Those of the step before lie where the next ones are formed."""
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    kept = dict(private.clipper.sums)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(module, next(batches))
+    kept["0.bias"][0] = float("nan")
+    with pytest.raises(NonFiniteSum):
+        optimizer.step()
+    check_same_end(private, module, optimizer)
+
+
 def test_sums_that_cannot_be_formed_again_leave_no_flag(monkeypatch):
     """The next step that waits for its sums would be refused for those."""
     monkeypatch.setattr(gpu, "DEVICE", "cpu")

@@ -384,6 +384,7 @@ class BackwardPass:
         self.sharded = False
         self._norms: list[tuple[Tensor, Tensor | None]] = []  # of each pass, and the examples' weights
         self._hoped: Hoped | None = None  # sums that may not stand
+        self._formed: list[int] = []  # how often they had been written when they were formed
         self._weights: Tensor | None = None  # for the next pass
         self.before_adding: Callable[[], None] | None = None
         self._over = -1  # the number of the newest forward pass that saw an earlier batch than the one under way
@@ -421,10 +422,10 @@ class BackwardPass:
 
     @property
     def hopes(self) -> bool:
-        """Whether the sums were formed as if every gradient were finite, and nobody has asked for them since: then
-        they are finite if they stand.
+        """Whether the sums were formed as if every gradient were finite, and nobody has asked for them or written into
+        them since: then they are finite if they stand.
         """
-        return self._hoped is not None
+        return self._hoped is not None and self._formed == list(map(version, self.totals.filled.values()))
 
     def stands(self) -> bool:
         """Whether the sums stand, which were formed as if every gradient were finite. Waits for the norms."""
@@ -665,7 +666,7 @@ class BackwardPass:
                 raise ClippingError(_CHANGED)
             add(factors.keep)
 
-        self._hoped = finite, again
+        self._hoped, self._formed = (finite, again), list(map(version, self.totals.filled.values()))
 
 
 def is_capturing(x: Tensor) -> bool:

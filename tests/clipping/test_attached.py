@@ -306,7 +306,7 @@ def test_layers_left_out_at_random_take_no_more_memory_with_every_batch() -> Non
         torch.testing.assert_close(total, seen[-1][name] + seen[20][name] + seen[41][name])
 
 
-@pytest.mark.parametrize(("written", "norm"), [(5.0, 0.1), (0.5, 0.05), (-3.0, 0.0)])
+@pytest.mark.parametrize(("written", "norm"), [(5.0, 0.1), (0.5, 0.05), (-3.0, 0.0), (math.nan, 0.0)])
 def test_weights_written_to_after_they_were_given_stay_within_one(written: float, norm: float) -> None:
     model, x = mlp(), torch.randn(4, 4)
     clipper = attach(model, 0.1)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lambdacgd.clipping import attach, gpu
+from lambdacgd.clipping import ClippingError, attach, gpu
 from lambdacgd.noise import NoiseField, NonFiniteSum
 from lambdacgd.training import TrainingError
 from lambdacgd.training.loop import Gradients
@@ -57,6 +57,36 @@ def test_sums_that_follow_from_finite_norms_are_not_waited_for(monkeypatch):
     private.clipper.sums["0.weight"][0, 0] = float("inf")
     with pytest.raises(NonFiniteSum):
         optimizer.step()
+    check_same_end(private, module, optimizer)
+
+
+def test_sums_that_somebody_kept_and_wrote_into_are_waited_for(monkeypatch):
+    """Those of the step before lie where the next ones are formed."""
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    kept = dict(private.clipper.sums)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(module, next(batches))
+    kept["0.bias"][0] = float("nan")
+    with pytest.raises(NonFiniteSum):
+        optimizer.step()
+    check_same_end(private, module, optimizer)
+
+
+def test_sums_that_cannot_be_formed_again_leave_no_flag(monkeypatch):
+    """The next step that waits for its sums would be refused for those."""
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    private, module, optimizer = start()
+    x, y = next(iter(private.loader))
+    losses = F.cross_entropy(module(x), y, reduction="none")
+    losses.mul(torch.where(torch.arange(len(x)) == 0, float("nan"), 1.0)).mean().backward()
+    x.mul_(2)
+    with pytest.raises(ClippingError, match="changed in place"):
+        optimizer.step()
+    private.private_step.noise.check()
     check_same_end(private, module, optimizer)
 
 

@@ -155,6 +155,9 @@ class Stored(Record):
         else:
             total.view(-1).addmv_(flat, factor)
 
+    def reads(self) -> tuple[Tensor, ...]:
+        return (self.gradients,)  # the output's gradient itself, where a rule adds nothing up
+
     @property
     def examples(self) -> int:
         return self.gradients.shape[0]
@@ -391,6 +394,7 @@ class BackwardPass:
         self.sharded = False
         self._norms: list[tuple[Tensor, Tensor | None]] = []  # of each pass, and the examples' weights
         self._hoped: Hoped | None = None  # sums that may not stand
+        self._formed: list[int] = []  # how often they had been written when they were formed
         self._weights: Tensor | None = None  # for the next pass
         self.before_adding: Callable[[], None] | None = None
         self._over = -1  # the number of the newest forward pass that saw an earlier batch than the one under way
@@ -428,10 +432,10 @@ class BackwardPass:
 
     @property
     def hopes(self) -> bool:
-        """Whether the sums were formed as if every gradient were finite, and nobody has asked for them since: then
-        they are finite if they stand.
+        """Whether the sums were formed as if every gradient were finite, and nobody has asked for them or written into
+        them since: then they are finite if they stand.
         """
-        return self._hoped is not None
+        return self._hoped is not None and self._formed == list(map(version, self.totals.filled.values()))
 
     def stands(self) -> bool:
         """Whether the sums stand, which were formed as if every gradient were finite. Waits for the norms."""
@@ -672,7 +676,7 @@ class BackwardPass:
                 raise ClippingError(_CHANGED)
             add(factors.keep)
 
-        self._hoped = finite, again
+        self._hoped, self._formed = (finite, again), list(map(version, self.totals.filled.values()))
 
 
 def is_capturing(x: Tensor) -> bool:
@@ -721,12 +725,14 @@ def form_together(records: list[Record]) -> None:
 
 class NormPass:
     """Norms of records as they come. On CUDA, layers are collected and normed many at a time while the backward pass
-    goes on. A parameter that turns out to have several uses is normed again from its merged record.
+    goes on. A parameter that turns out to have several uses is normed again from its merged record, and one whose
+    output's gradient, which others may share, was changed meanwhile by a hook.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[str, Tensor, Tensor]] = []
         self._blocks: list[tuple[list[str], Tensor, gpu.Rounding]] = []
+        self._read: list[tuple[str, Tensor, int]] = []  # before the pass was over, and how often it had been written
         self._together: bool | None = None  # whether norms share launches: one answer for a backward pass
 
     def add(self, record: Outer) -> None:
@@ -735,6 +741,7 @@ class NormPass:
         if self._together and isinstance(record.a, Tensor):
             self._waiting.append((record.name, record.a, record.b))
             if len(self._waiting) >= _TOGETHER:
+                self._read += [(name, x, version(x)) for name, *pair in self._waiting for x in pair]
                 self._launch()
 
     def _launch(self) -> None:
@@ -746,10 +753,11 @@ class NormPass:
         """(names, norms as rows) covering every record; ``merged`` names have several uses."""
         if self._waiting:
             self._launch()
+        again = merged.union(name for name, x, written in self._read if version(x) != written)
         done: dict[str, gpu.Rounding] = {}
         grams: dict[gpu.Rounding, list[Tensor]] = {}
         for names, block, rounding in self._blocks:
-            if merged.isdisjoint(names):
+            if again.isdisjoint(names):
                 done |= dict.fromkeys(names, rounding)
                 grams.setdefault(rounding, []).append(block)
         # One bound for all that round alike, whatever their shapes: it takes a dozen launches.
@@ -766,6 +774,9 @@ class Pack(Stored):
     def __init__(self, records: list[Stored]) -> None:
         super().__init__("", torch.cat([r.flat() for r in records], 1))
         self.records = records
+
+    def reads(self) -> tuple[Tensor, ...]:
+        return tuple(r.gradients for r in self.records)
 
     def buffers(self) -> tuple[Tensor, dict[str, Tensor]]:
         """One buffer for the sums of all, and its views by name."""

@@ -195,7 +195,7 @@ def clip_factors(
         weight = (share / upper).clamp_max_(1.0)  # a zero gradient gives inf, so 1
     if weights is not None:
         weight = weight * weights
-    keep = finite if weights is None else finite & (weights != 0)
+    keep = finite if weights is None else finite & (weights > 0)  # no NaN is
     return Factors(weight.mul_(scale).masked_fill_(~keep, 0.0), keep, total, finite)
 
 

@@ -82,9 +82,9 @@ class PrivateStep:
         if late and not clipper.stands():  # the sums are formed again, and nobody has seen the first ones
             for p in clipper.parameters.values():
                 p.grad = None  # it lies where they are formed, without noise
-            clipper.settle()
-            with contextlib.suppress(NonFiniteSum):
+            with contextlib.suppress(NonFiniteSum):  # first: the flag of these sums is no later step's
                 self.noise.check()
+            clipper.settle()
             return self(clipper, step)
         clipper.zero()
 

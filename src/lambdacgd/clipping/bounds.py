@@ -30,7 +30,7 @@ many times as large. ``Clipper.leave_room`` leaves more for larger batches.
 γ tr G_a ‖G_b‖ and ‖G_b‖ ≥ tr G_b/√T bound the products of every token before they cancel:
 c_i ‖a_i‖ ‖b_i‖ ≤ ζ (√T/γ)^½ ≤ 2¹⁵ ζ for T ≤ 2²⁰ tokens, as γ ≥ 2⁻²⁰. So no partial sum over 2²⁴ examples exceeds
 2³⁹ ζ, far from 2¹²⁷ for ζ ≤ 2⁴⁰; nor does a folded operand, as U ≥ tr G_b 2⁻¹⁰⁰ bounds c_i ‖b_i‖ by 2⁵⁰ ζ. Gradients
-that are kept are summed as they are.
+that are kept are summed as they are. (In float64 γ ≥ 2⁻⁴⁹ and U ≥ tr G_b 2⁻⁹⁹⁶, and the range is 2¹⁰²³.)
 """
 
 from __future__ import annotations

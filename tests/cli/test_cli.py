@@ -79,12 +79,14 @@ def test_a_large_delta_is_remarked_on(capsys):
         assert "above 1/N" in capsys.readouterr().err
 
 
-def test_compare_lists_every_mechanism(capsys):
+def test_compare_lists_every_mechanism(capsys, tmp_path):
     small = ["--examples", "1000", "--batch-size", "50", "--epochs", "2", "--epsilon", "2", "--delta", "1e-5"]
-    assert main(["compare", *small, "--sampling", "cyclic"]) == 0
+    figure = tmp_path / "new" / "compare.svg"
+    assert main(["compare", *small, "--sampling", "cyclic", "--plot", str(figure)]) == 0
     text = capsys.readouterr().out
     for name in ("DP-SGD", "λCGD", "normalised", "γ-BIFR", "BISR", "BandInvMF", "BLT", "BSR", "BandMF"):
         assert name in text
+    assert figure.read_text().startswith("<?xml")
     assert main(["compare", *small, "--sampling", "cyclic", "--bands", "3", "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)
     assert [plan["mechanism"]["name"] for plan in plans][:3] == ["dp-sgd", "lambda-cgd", "lambda-cgd"]
@@ -116,6 +118,7 @@ def test_compare_lists_every_mechanism(capsys):
         (["plan", *CYCLIC, "--examples", "1" + 30 * "0", "--mechanism", "bisr"], "--epochs"),
         (["plan", *BASE, "--epsilon", "500"], "--epsilon"),
         (["plan", *BASE, "--out", "/proc/nowhere/plan.json"], "there is no folder /proc/nowhere"),
+        (["compare", *BASE, "--plot", "curves.docx"], "--plot"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_two(arguments, flag, capsys):
@@ -240,7 +243,7 @@ def test_what_is_compared():
 
 
 @pytest.mark.parametrize(
-    ("package", "advice"), [("matplotlib", "pip install '.[reproduce]'"), ("scipy", "all it depends on")]
+    ("package", "advice"), [("matplotlib", "pip install '.[plots]'"), ("scipy", "all it depends on")]
 )
 def test_a_missing_package_is_one_line(package, advice, capsys, monkeypatch):
     from lambdacgd.cli import planner

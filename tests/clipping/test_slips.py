@@ -441,7 +441,7 @@ def _gram_norms(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[int], Ten
 
 
 def test_a_hook_that_changes_a_gradient_whose_norm_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers that are added up share it. In models of many layers, norms are taken on CUDA as layers come: 1.4 ζ."""
+    """Two layers that are added up share it. On CUDA norms of models of many layers are taken as they come: 1.4 ζ."""
     monkeypatch.setattr(gpu, "DEVICE", "cpu")
     monkeypatch.setattr(gpu, "may_use_tables", lambda: True)
     monkeypatch.setattr(gpu, "gram_norms", _gram_norms)

@@ -86,12 +86,13 @@ def plan(
 
 def compare(
     as_json: AsJson = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the comparison to this PNG, SVG or PDF.")] = None,
     **request: Any,
 ) -> None:
     """What each noise mechanism would cost, side by side. The first time may take minutes; answers are cached."""
     from lambdacgd.cli import planner
 
-    planner.show_comparison(request, as_json=as_json)
+    planner.show_comparison(request, as_json=as_json, plot=plot)
 
 
 def epsilon(

@@ -56,12 +56,18 @@ def show_plan(request: dict[str, Any], *, as_json: bool, out: Path | None) -> No
         console.print(f"plan written to {out}")
 
 
-def show_comparison(request: dict[str, Any], *, as_json: bool) -> None:
+def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None) -> None:
     """Make the plans that are compared and print them side by side; ``request`` is described at ``plan_arguments``."""
+    if plot:  # matplotlib and the ending are looked at before the work rather than after it
+        from lambdacgd.cli import plots
+
+        plots.check_ending(plot)
     sizes = {name: value for name in ("bands", "buffers") if (value := request.pop(name, None)) is not None}
     if "bands" in sizes:
         sizes["bands"] = number_or_auto("bands", sizes["bands"])
     plans = compare(**plan_arguments(request), **sizes)
+    if plot:
+        plots.comparison_figure(plans, plot)
     if as_json:
         print(json.dumps([plan.to_dict() for plan in plans], indent=2))
         return
@@ -87,6 +93,8 @@ def show_comparison(request: dict[str, Any], *, as_json: bool) -> None:
         "Stored: noise vectors of the model's size; 0 means that the noise is regenerated.\n"
         "Exact: the transfer-matrix accountant. Dominated: the same, of one that reveals at least as much."
     )
+    if plot:
+        console.print(f"figure written to {plot}")
 
 
 def _method(plan: Plan) -> str:

@@ -493,7 +493,7 @@ def _by_plain_loop(plan: Any, x: Tensor, y: Tensor, *, warm_up: int = 20) -> dic
     return {"steps_timed": epoch, "seconds_of_all_steps": each * plan.steps}
 
 
-def run_captured(*, cudnn_benchmark: bool = False, out: Path | None = None) -> dict[str, Any]:
+def run_captured(*, out: Path | None = None) -> dict[str, Any]:
     """Ten epochs of the sweeps' CNN on CUDA: by captured steps, cold and warm, and by the plain loop.
 
     Images are random; time does not depend on them. "cold" is all that the first run in a process takes, from
@@ -501,21 +501,18 @@ def run_captured(*, cudnn_benchmark: bool = False, out: Path | None = None) -> d
     plain loop (``private.loader``) is timed over one epoch after a few steps and counted ten times.
 
     Args:
-        cudnn_benchmark: Let cuDNN search its algorithms for every shape it meets. The plain loop is far slower then:
-            its batches are of many sizes.
         out: Write JSON here.
     """
     if not torch.cuda.is_available():
         raise InvalidInput("device", "cpu", "captured steps are CUDA graphs: this benchmark needs a CUDA device")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    torch.backends.cudnn.benchmark = cudnn_benchmark
     plan = lc.plan(_EXAMPLES, _BATCH, epochs=_EPOCHS, epsilon=8.0, delta=1e-5, mechanism=lc.LambdaCGD(0.95))
     x = torch.randn(_EXAMPLES, 3, 32, 32, device="cuda")
     y = torch.randint(0, 10, (_EXAMPLES,), device="cuda")
     result = {
         "cold": _by_captured_steps(plan, x, y), "warm": _by_captured_steps(plan, x, y),
         "plain": _by_plain_loop(plan, x, y), "mechanism": str(plan.mechanism), "batch": _BATCH, "precision": "tf32",
-        "cudnn_benchmark": cudnn_benchmark, "machine": measured_on(),
+        "machine": measured_on(),
     }  # fmt: skip
     print(json.dumps(result, indent=1))
     write(result, out)

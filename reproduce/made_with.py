@@ -154,8 +154,7 @@ KEPT: dict[str, tuple[str, ...]] = {
     "Timed on an H200 and not yet again; by [the noise's times](benchmarks.md#the-noise) format 2.1 adds up to 1.7% to "
     "λCGD's step (ViT-H), and less to the others": (
         "runtime-cifar/runtime-cifar.json", "runtime-imdb/runtime-imdb.json", "captured-h200.json",
-        "captured-h200-cudnn-benchmark.json", "pair-h200.json", "step-h200-all-modes.json",
-        "step-h200-all-modes-2.json",
+        "pair-h200.json", "step-h200-all-modes.json", "step-h200-all-modes-2.json",
     ),
     "Opacus and format 1 side by side: pages show its ratio times that of the formats until `bench noise` has run on "
     "an H200": ("noise-h200.json",),

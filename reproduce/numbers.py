@@ -94,13 +94,12 @@ def noise_table() -> str:
 
 def captured_epochs() -> str:
     """Ten epochs of the sweeps' CNN, by captured steps and by the plain loop."""
-    plain, searching = (result(f"captured-h200{mode}.json") for mode in ("", "-cudnn-benchmark"))
-    cold, steps, loop = plain["cold"], plain["warm"]["steps"], plain["plain"]["seconds_of_all_steps"]
+    measured = result("captured-h200.json")
+    cold, warm, loop = measured["cold"], measured["warm"], measured["plain"]["seconds_of_all_steps"]
     return (
-        f"{steps} steps took {plain['warm']['seconds']:.1f} s, in the first run of a process {cold['seconds']:.1f} s, "
+        f"{warm['steps']} steps took {warm['seconds']:.1f} s, in the first run of a process {cold['seconds']:.1f} s, "
         f"{cold['until_first_step']:.1f} of them before the first step was done (kernels are compiled, graphs "
-        f"captured). The plain loop took {loop:.0f} s, and {searching['plain']['seconds_of_all_steps']:.0f} s with "
-        "`torch.backends.cudnn.benchmark`"
+        f"captured). The plain loop took {loop:.0f} s"
     )
 
 

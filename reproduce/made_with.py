@@ -151,14 +151,6 @@ def verdicts() -> dict[str, str]:
 
 
 KEPT: dict[str, tuple[str, ...]] = {
-    "Timed on an H200 and not yet again; by [the noise's times](benchmarks.md#the-noise) format 2.1 adds up to 1.7% to "
-    "λCGD's step (ViT-H), and less to the others": (
-        "runtime-cifar/runtime-cifar.json", "runtime-imdb/runtime-imdb.json", "captured-h200.json",
-        "pair-h200.json", "step-h200-all-modes.json", "step-h200-all-modes-2.json",
-    ),
-    "Opacus and format 1 side by side: pages show its ratio times that of the formats until `bench noise` has run on "
-    "an H200": ("noise-h200.json",),
-    "Format 2.1 beside format 1, which the code no longer has": ("noise-formats.json",),
     "Asks two peers that are not installed where ours is tested, in a quarter of an hour": ("accountants-cpu.json",),
     "Its seconds are of quiet cores; 21 of its σ, computed again on 19 November, are within 1.5·10⁻⁴ of these": (
         "exact-accountant-cpu.json",

@@ -56,7 +56,7 @@ def measure(part: str, folder: Path, device: str, *, small: bool) -> None:
             out = folder / f"step-h200-{precision}.json"
             bench_step.run(models, precisions=[precision], modes=TABLE, device=device, warm_up=3, repeats=9, out=out)
     elif part == "runtime":
-        for name, seconds in (("runtime-imdb", 25.0), ("runtime-cifar", 15.0)):
+        for name, seconds in (("runtime-imdb", 30.0), ("runtime-cifar", 20.0)):
             settings = framework.Settings(device=device, quick=small)
             framework.reproduce(framework.load(name), folder / name, settings=settings, stop_after=seconds)
     elif part == "loops":

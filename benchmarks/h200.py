@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 
@@ -86,8 +87,11 @@ def main(folder: Path, parts: list[str], *, small: bool) -> None:
         runtime.MODELS.update(SMALL)
     device, began = "cuda" if torch.cuda.is_available() else "cpu", time.perf_counter()
     for part in parts:
-        measure(part, folder, device, small=small)
-        print(f"{part}: done after {time.perf_counter() - began:.0f} s", flush=True)
+        try:
+            measure(part, folder, device, small=small)
+        except Exception:  # one part that fails must not lose the rest
+            traceback.print_exc()
+        print(f"{part}: ended after {time.perf_counter() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

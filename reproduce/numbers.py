@@ -534,9 +534,68 @@ def accounting_speed() -> str:
     return _table(head, lines)
 
 
+def exact_accountant() -> str:
+    """σ of λCGD with fixed bins by the exact accountant, and CPU seconds."""
+    rows = result("exact-accountant-cpu.json")["rows"]
+    lines = [[*(f"{row[field]:g}" for field in ("lam", "b", "k", "epsilon")), f"{row['sigma']:.5g}",
+              f"{row['cpu_seconds']:.1f}"] for row in rows]  # fmt: skip
+    return _table(["λ", "b", "k", "ε", "σ", "CPU s"], lines)
+
+
+def accountants() -> str:
+    """σ and CPU seconds of our accountant and of two peers on the same questions."""
+    lines = []
+    for row in result("accountants-cpu.json")["rows"]:
+        q, ours = row["question"], row["ours"]
+        what = f"λCGD {q['lam']:g}" if q["lam"] is not None else f"BISR {q['bands']}"
+        peers = [
+            f"{peer['sigma']:.4g} ({peer['cpu_seconds']:.0f} s)" if "sigma" in peer else peer["outcome"]
+            for peer in row["peers"]
+        ]
+        lines.append([
+            f"{what}, b = {q['b']}, k = {q['k']}, ε = {q['epsilon']:g}, δ = {q['delta']:g}",
+            f"{ours['sigma']:.5g} ({ours['cpu_seconds']:.1f} s)", f"{ours['estimate']:.5g}", *peers,
+        ])  # fmt: skip
+    return _table(["question", "ours", "sampled", "jax_privacy", "Opake"], lines)
+
+
+def audit_bounds() -> str:
+    """The audit's lower bounds with a million canaries, as shares of the claim."""
+    rows = {(row["bins"], row["delta"], row["epsilon"]): row for row in result("audit-cpu.json")["rows"]}
+    epsilons = sorted({epsilon for _, _, epsilon in rows})
+    lines = []
+    for bins, delta in dict.fromkeys((bins, delta) for bins, delta, _ in rows):
+        at = [rows[bins, delta, epsilon] for epsilon in epsilons]
+        shares = [f"{r['share_of_the_claim']:.0%} (ideal {r['share_of_an_ideal_run']:.0%})" for r in at]
+        lines.append([f"{bins}, {delta:g}", *shares])
+    return _table(["bins, δ (b = 4, k = 3)", *(f"ε = {e:g}" for e in epsilons)], lines)
+
+
+def nugget() -> str:
+    """Certified σ of mechanisms that a chain with a nugget dominates, beside simulation."""
+    lines = [
+        [row["mechanism"] + ("" if row["b"] == 390 else f", b = {row['b']}, k = {row['k']}"), f"{row['epsilon']:g}",
+         f"{row['sigma']:.4g}", f"{row['estimate']:.4g} ± {row['standard_error']:.2g}", f"{row['ratio']:.3f}"]
+        for row in result("nugget-cpu.json")["simulated"]
+    ]  # fmt: skip
+    return _table(["mechanism, fresh bins, δ = 1e-5", "ε", "σ", "simulated σ", "ratio"], lines)
+
+
+def planned_rmse() -> str:
+    """What `lc.plan` makes of one buffer, of bands and of λCGD."""
+    rows = {(row["mechanism"], row["epsilon"]): row["rmse"] for row in result("nugget-cpu.json")["planned"]}
+    epsilons = sorted({epsilon for _, epsilon in rows}, reverse=True)
+    memory = {True: "one model", False: "none"}
+    lines = [
+        [name, memory["buffer" in name], *(f"{rows[name, epsilon]:.2f}" for epsilon in epsilons)]
+        for name in dict.fromkeys(name for name, _ in rows)
+    ]
+    return _table(["", "memory", *(f"ε = {e:g}" for e in epsilons)], lines)
+
+
 def accounting_truth() -> str:
     """Certified σ beside independent estimates, and which of them are loose."""
-    rows = list(result("accounting-truth.json").values())
+    rows = [row for name, row in result("accounting-truth.json").items() if name != "machine"]
     below = max((row["estimate"] - row["sigma"]) / row["estimate_error"] for row in rows if row["estimate_error"])
     loose = sorted((row for row in rows if row["ratio"] > 1.01), key=lambda row: -row["ratio"])
     said = f"No certified σ lies below its estimate by more than {max(below, 0):.1f} standard errors."
@@ -626,7 +685,12 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "captured-epochs": captured_epochs,
     "captured-summary": captured_summary,
     "accounting-speed": accounting_speed,
+    "accountants": accountants,
     "accounting-truth": accounting_truth,
+    "audit-bounds": audit_bounds,
+    "nugget": nugget,
+    "planned-rmse": planned_rmse,
+    "exact-accountant": exact_accountant,
     "without-a-search": without_a_search,
     "rmse-ratios": rmse_ratios,
     "runtime-summary": runtime_summary,

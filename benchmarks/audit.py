@@ -51,9 +51,6 @@ def measure(bins: Any, epsilon: float, steps: int, epochs: int, delta: float) ->
         "share_of_an_ideal_run": report.ideal / epsilon,
         "passed": report.passed,
         "smallest_p_value": min(check.p_value for check in report.checks),
-        "floating_point": {
-            name: attack["tpr"] - attack["fpr"] for name, attack in report.floating_point["attacks"].items()
-        },
         "seconds": report.seconds,
     }
 

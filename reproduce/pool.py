@@ -195,13 +195,14 @@ def pool_seconds(run: TrainingRun) -> float:
     """What a run takes on an H200 whose pool is full: a captured step of the CNN .8 ms and 1.6 µs for each example in
     it (as most of ``frontier`` took, within a third), 3.6 µs for each view where there are several (the mean of nine
     runs; six shared the GPU by steps, so those of small batches took 5.6), and four times as much where the noise is
-    kept in buffers, which no captured step does; a WideResNet 45 µs a view. Linear heads over fixed features take less
-    than is said here, the CNN over scattering from half of it to half as much again.
+    kept in buffers, which no captured step does; a WideResNet 100 µs a view (a guess: one had not ended after 79).
+    Linear heads over fixed features take less than is said here, the CNN over scattering from half of it to half as
+    much again.
     """
     examples = sizes(TRAINING_EXAMPLES[run.task], run)[0]
     views = views_of(run.model)
     if run.model.partition("/")[0].endswith("wrn"):
-        return 45e-6 * views * run.epochs * examples
+        return 100e-6 * views * run.epochs * examples
     each = 1.6e-6 if views == 1 else 3.6e-6 * views
     seconds = 0.8e-3 * run.epochs * examples / run.batch_size + each * run.epochs * examples
     return seconds * (4.0 if run.method.startswith(("blt", "bandmf")) else 1.0)

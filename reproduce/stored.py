@@ -11,8 +11,7 @@ import torch
 
 from lambdacgd.mechanisms.base import BandedInverse
 from lambdacgd.noise import BufferedNoise, NoiseField
-from lambdacgd.noise.buffered import Vectors
-from lambdacgd.noise.field import UNIT
+from lambdacgd.noise.field import UNIT, Vectors
 from lambdacgd.noise.layout import Job
 from lambdacgd.torch_private import foreach_add_, foreach_mul
 

@@ -1,5 +1,6 @@
 """Choosing λ and γ: closed-form cases, orderings the paper proves or reports, and the guideline's arithmetic."""
 
+from dataclasses import asdict
 from fractions import Fraction
 
 import numpy as np
@@ -136,7 +137,7 @@ def test_the_normalised_variant_is_searched_too() -> None:
 
 
 def test_choices_are_serialisable(choice: Choice) -> None:
-    data = choice.to_dict()
+    data = asdict(choice)
     assert [c["objective"] for c in data["candidates"]] == ["rmse", "maxse", "amplified-rmse", "guideline"]
 
 

@@ -171,7 +171,7 @@ def test_a_class_without_name_or_recurrence_is_told_so():
 def test_a_release_of_ones_own_mechanism_is_not_called_broken(tmp_path):
     import json
 
-    from lambdacgd.verifying import verify
+    from lambdacgd.questions import verify
 
     card = {
         "format": "lambdacgd-privacy-card-1", "earlier_runs": [], "this_run": {"epsilon": 1, "delta": 1e-5},

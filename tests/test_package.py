@@ -59,7 +59,7 @@ for mechanism, sampling in {plans}:
 assert main(["plan", "--examples", "100", "--batch-size", "20", "--epochs", "2", "--epsilon", "2", "--delta", "1e-3",
              "--sampling", "cyclic", "--json"]) == 0
 assert main(["compare", "--examples", "100", "--batch-size", "20", "--epochs", "2", "--epsilon", "2", "--delta", "1e-3",
-             "--sampling", "cyclic", "--plot", "curves.png"]) == 2
+             "--sampling", "cyclic"]) == 0
 assert not {missing!r} & set(sys.modules)
 """
 PLANS = """[
@@ -69,16 +69,13 @@ PLANS = """[
 
 
 def test_planning_works_without_what_it_does_not_need(tmp_path):
-    """Windows has no fcntl, torch is needed by training alone, and matplotlib by plots, which are refused in a line."""
-    code = BLOCKED.format(missing={"torch", "fcntl", "matplotlib"}, plans=PLANS)
+    """Windows has no fcntl, and torch is needed by training alone."""
+    code = BLOCKED.format(missing={"torch", "fcntl"}, plans=PLANS)
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, check=False, env=os.environ | {"LAMBDACGD_CACHE": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("lambdacgd: matplotlib")
-    assert "pip install '.[plots]'" in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -12,7 +12,7 @@ import torch
 
 import lambdacgd as lc
 from lambdacgd import cache
-from lambdacgd.accounting.accountants import exact_numbers
+from lambdacgd.accounting.accountants import Accountant, exact_numbers
 from lambdacgd.accounting.certificate import tell
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.mechanisms.base import BandedInverse
@@ -412,17 +412,19 @@ def test_a_terminal_counts_down_until_the_answer_is_certified(monkeypatch) -> No
     shown = io.StringIO()
     monkeypatch.setattr("sys.stderr", shown)
     monkeypatch.setattr("rich.console.Console.is_terminal", True)
-    mechanism = lc.LambdaCGD(0.9, normalized=True)
+    certify = Accountant.sigma
 
-    def expected(sigma: float, seconds: float) -> lc.planning.Progress:
-        return lc.planning.Progress(mechanism, lc.BallsInBins(), sigma, 10 * sigma, seconds)
-
-    with lc.planning._announcing(expected, None):
+    def sigma(self: Accountant, epsilon: float, delta: float) -> lc.Calibration:
         tell(1.0, 0.5)
         assert not shown.getvalue()
         tell(2.0, 30.0)
         tell(1.234, 60.0)
-    assert "λCGD λ=0.9 normalised: σ ≈ 1.23, RMSE ≈ 12.3, certified in about 60 s" in shown.getvalue()
+        return certify(self, epsilon, delta)
+
+    monkeypatch.setattr(Accountant, "sigma", sigma)
+    plan = cyclic(mechanism=lc.LambdaCGD(0.9, normalized=True))
+    error = 1.234 * plan.rmse / plan.sigma
+    assert f"λCGD λ=0.9 normalised: σ ≈ 1.23, RMSE ≈ {error:.3g}, certified in about 60 s" in shown.getvalue()
 
 
 def test_a_schedule_moves_lambda_and_errors_but_not_the_noise_of_a_given_lambda():

@@ -12,6 +12,7 @@ import math
 import re
 import shutil
 import tracemalloc
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
@@ -171,7 +172,7 @@ def test_privacy_cards(released, tmp_path_factory, data):
     with refused(InvalidInput):
         history = History.of([path])
         assert all(epsilon >= 0 and 0 <= delta <= 1 for epsilon, delta in history.runs)
-        assert History.from_dict(json.loads(json.dumps(history.to_dict()))) == history
+        assert History.from_dict(json.loads(json.dumps(asdict(history)))) == history
         assert history.text
 
 

@@ -29,7 +29,7 @@ from lambdacgd.version import __version__
 
 #: Parts of the package that use σ and decide nothing about it. Whatever is not named here counts as code of the answer.
 AFTER_THE_PLAN = (
-    "auditing", "cli", "clipping", "digits.py", "integrations", "noise", "torch_private.py", "training", "verifying.py",
+    "auditing", "cli", "clipping", "digits.py", "integrations", "noise", "questions.py", "torch_private.py", "training",
 )  # fmt: skip
 _SECRET = ".secret"
 _enabled: ContextVar[bool] = ContextVar("cache_enabled", default=True)

@@ -116,12 +116,8 @@ class Choice:
 
     value: float
     objective: Objective
-    candidates: tuple[Candidate, ...]
+    candidates: list[Candidate]
     because: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as plan files hold them."""
-        return asdict(self) | {"candidates": [asdict(candidate) for candidate in self.candidates]}
 
 
 def choose_lambda(
@@ -188,12 +184,12 @@ def choose(mechanism: Mechanism, setting: Setting) -> tuple[Mechanism, dict[str,
             pays = restarts and setting.amplified and normalizing_pays(setting)
             mechanism = replace(mechanism, normalized=pays)
         best = _best(mechanism, "lam", _objective("lam", mechanism.objective, setting), setting)
-        return replace(mechanism, lam=best.value, objective=None), {"parameter": "lambda"} | best.to_dict()
+        return replace(mechanism, lam=best.value, objective=None), {"parameter": "lambda"} | asdict(best)
     if isinstance(mechanism, GammaBIFR) and mechanism.gamma == "auto":
         if mechanism.bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
             return replace(mechanism, gamma=0.0, objective=None), None
         best = _best(mechanism, "gamma", _objective("gamma", mechanism.objective, setting), setting)
-        return replace(mechanism, gamma=best.value, objective=None), {"parameter": "gamma"} | best.to_dict()
+        return replace(mechanism, gamma=best.value, objective=None), {"parameter": "gamma"} | asdict(best)
     if isinstance(mechanism, BandMF) and mechanism.bands == "auto":
         if not isinstance(setting.sampling, Poisson) or setting.epsilon in (None, math.inf):
             raise InvalidInput("bands", "auto", "only Poisson sampling at a finite epsilon chooses them; say how many")
@@ -247,7 +243,7 @@ def _best(mechanism: LambdaCGD | GammaBIFR, parameter: str, objective: Objective
         return [asdict(candidate) for candidate in _candidates(make, setting)]
 
     question = {"mechanism": plain.to_dict()} | setting.question
-    candidates = tuple(Candidate(**stored) for stored in cache.cached("choice", question, compute))
+    candidates = [Candidate(**stored) for stored in cache.cached("choice", question, compute)]
     value = next(candidate.value for candidate in candidates if candidate.objective == objective)
     return Choice(value, objective, candidates, _BECAUSE[objective])
 
@@ -265,29 +261,21 @@ def _candidates(make: Callable[[float], Mechanism], setting: Setting) -> list[Ca
     if not setting.amplified:
         return [Candidate(name, x, 1.0, *errors(x), amplified=False) for name, x in plain.items()]
     with progress(f"choosing for ε = {setting.epsilon:g}") as tick:
-        return _amplified_candidates(make, AmplifiedError(setting, tick), plain)
+        search = AmplifiedError(setting, tick)
 
+        def error(x: float) -> float:
+            return search.guess(make(x))
 
-def _amplified_candidates(
-    make: Callable[[float], Mechanism], search: AmplifiedError, plain: dict[Objective, float]
-) -> list[Candidate]:
-    top = max(-math.log1p(-plain["rmse"]), 0.1)
-    closed = search.closed_form(make(0.5)) is not None
-
-    def error(x: float) -> float:
-        return search.guess(make(x))
-
-    smallest = _minimise(error, top, 1e-3 if closed else 0.05)
-    chosen = plain | {"amplified-rmse": smallest, "guideline": shrink(smallest)}
-    # The closed form is right up to a factor that changes slowly with λ: one accountant's σ sets it for all.
-    factor = search.rmse(make(smallest)) / error(smallest)
-    candidates = []
-    for name, x in chosen.items():
-        mechanism = make(x)
-        mean, largest = search.setting.norms(mechanism)
-        sigma = factor * error(x) / mean
-        candidates.append(Candidate(name, x, sigma, mean * sigma, largest * sigma, amplified=True))
-    return candidates
+        top = max(-math.log1p(-plain["rmse"]), 0.1)
+        smallest = _minimise(error, top, 0.05 if search.closed_form(make(0.5)) is None else 1e-3)
+        # The closed form is right up to a factor that changes slowly with λ: one accountant's σ sets it for all.
+        factor = search.rmse(make(smallest)) / error(smallest)
+        candidates = []
+        for name, x in (plain | {"amplified-rmse": smallest, "guideline": shrink(smallest)}).items():
+            mean, largest = setting.norms(make(x))
+            sigma = factor * error(x) / mean
+            candidates.append(Candidate(name, x, sigma, mean * sigma, largest * sigma, amplified=True))
+        return candidates
 
 
 def shrink(value: float) -> float:
@@ -448,35 +436,32 @@ def _amplified_bands(mechanism: BandInvMF, setting: Setting) -> BandInvMF:
     """
     bands = integer("bands", mechanism.bands, minimum=2, maximum=min(MOST_BANDS, setting.sampling.block.steps))
 
-    def made(coefficients: tuple[float, ...]) -> BandInvMF:
-        return replace(mechanism, coefficients=coefficients, amplified=False)
-
-    def compute() -> list[float]:
-        with progress(f"optimising {bands} bands for ε = {setting.epsilon:g}", _EVALUATIONS * (bands - 1)) as tick:
-            return _optimise(bands, made, AmplifiedError(setting, tick))
-
-    question = {"bands": bands, "normalized": mechanism.normalized} | setting.question
-    return made(tuple(cache.cached("amplified-bandinvmf", question, compute)))
-
-
-def _optimise(bands: int, made: Callable[[tuple[float, ...]], BandInvMF], search: AmplifiedError) -> list[float]:
-    block = search.setting.sampling.block  # the stretch that noise is correlated over
-
     def coefficients(logs: NDArray[np.float64]) -> tuple[float, ...]:
         return (1.0, *(-float(value) for value in np.exp(logs)))
 
-    def error(logs: NDArray[np.float64]) -> float:
-        if np.exp(logs).sum() >= 1.0:  # C would grow without bound
-            return 1e300
-        return search.guess(made(coefficients(logs)))
+    def made(found: tuple[float, ...]) -> BandInvMF:
+        return replace(mechanism, coefficients=found, amplified=False)
 
-    gamma = _best(GammaBIFR(bands), "gamma", "amplified-rmse", search.setting).value
-    starts = [GammaBIFR(bands, gamma), BISR(bands), BandInvMF(bands).resolve(block)]
-    tails = [start.noising(block.steps)[1:] for start in starts]
-    points = [np.log(np.maximum(-tail, _SMALLEST)) for tail in tails]  # what is not negative becomes tiny
-    # Amplification wants less correlation: first shrink each start as a whole, then let the best one move freely.
-    shrunk = [point + shift for point in points for shift in (0.0, *np.log1p(-np.array(_SHRINK)))]
-    best = min(shrunk, key=error)
-    simplex = np.vstack([best, best - 0.1 * np.eye(bands - 1)])
-    options = {"initial_simplex": simplex, "xatol": 5e-3, "fatol": 1e-4, "maxfev": _EVALUATIONS * (bands - 1)}
-    return list(coefficients(minimize(error, best, method="Nelder-Mead", options=options).x))
+    def compute() -> list[float]:
+        gamma = _best(GammaBIFR(bands), "gamma", "amplified-rmse", setting).value
+        starts = [GammaBIFR(bands, gamma), BISR(bands), BandInvMF(bands).resolve(setting.sampling.block)]
+        tails = [start.noising(setting.sampling.block.steps)[1:] for start in starts]
+        points = [np.log(np.maximum(-tail, _SMALLEST)) for tail in tails]  # what is not negative becomes tiny
+        # Amplification wants less correlation: first shrink each start as a whole, then let the best one move freely.
+        shrunk = [point + shift for point in points for shift in (0.0, *np.log1p(-np.array(_SHRINK)))]
+        most = _EVALUATIONS * (bands - 1)
+        with progress(f"optimising {bands} bands for ε = {setting.epsilon:g}", most) as tick:
+            search = AmplifiedError(setting, tick)
+
+            def error(logs: NDArray[np.float64]) -> float:
+                if np.exp(logs).sum() >= 1.0:  # C would grow without bound
+                    return 1e300
+                return search.guess(made(coefficients(logs)))
+
+            best = min(shrunk, key=error)
+            simplex = np.vstack([best, best - 0.1 * np.eye(bands - 1)])
+            options = {"initial_simplex": simplex, "xatol": 5e-3, "fatol": 1e-4, "maxfev": most}
+            return list(coefficients(minimize(error, best, method="Nelder-Mead", options=options).x))
+
+    question = {"bands": bands, "normalized": mechanism.normalized} | setting.question
+    return made(tuple(cache.cached("amplified-bandinvmf", question, compute)))

@@ -341,26 +341,22 @@ def _key_file(secret: _Buffer, fingerprint: str) -> _Buffer:
 
 def _read_secret(file: Any) -> _Buffer | None:
     """The secret in an unbuffered key file; None unless the file is whole and as it was written."""
-    content = _Buffer(1024)
+    content, start, end = _Buffer(1024), len(_HEADER), len(_HEADER) + 2 * _BYTES
     try:
-        return _decode(memoryview(content)[: file.readinto(content)])
+        whole = memoryview(content)[: file.readinto(content)]
+        digits = _Buffer(_DIGITS.find(byte) % 256 for byte in whole[start:end])
+        if len(digits) != 2 * _BYTES or max(digits) > 15:
+            return None
+        secret = _Buffer(_BYTES)
+        for index in range(_BYTES):
+            secret[index] = 16 * digits[2 * index] + digits[2 * index + 1]
+        check = b"\n" + _CHECK + SecretKey._make(secret).fingerprint().encode() + b"\n"
+        if whole[:start] == _HEADER and whole[end:] == check:
+            return secret
+        secret.wipe()
+        return None
     finally:
         content.wipe()
-
-
-def _decode(content: memoryview) -> _Buffer | None:
-    start, end = len(_HEADER), len(_HEADER) + 2 * _BYTES
-    digits = _Buffer(_DIGITS.find(byte) % 256 for byte in content[start:end])
-    if len(digits) != 2 * _BYTES or max(digits) > 15:
-        return None
-    secret = _Buffer(_BYTES)
-    for index in range(_BYTES):
-        secret[index] = 16 * digits[2 * index] + digits[2 * index + 1]
-    check = b"\n" + _CHECK + SecretKey._make(secret).fingerprint().encode() + b"\n"
-    if content[:start] == _HEADER and content[end:] == check:
-        return secret
-    secret.wipe()
-    return None
 
 
 def _overwrite_and_remove(path: Path) -> None:
@@ -443,17 +439,6 @@ def prf64(subkey: bytes, ids: NDArray[np.integer]) -> UINT64:
         part = flat[start : start + (1 << 16)].astype(np.uint64)
         out[start : start + part.size] = _words(subkey, part)
     return out.reshape(ids.shape)
-
-
-def prf64_range(subkey: bytes, count: int) -> UINT64:
-    """``prf64(subkey, np.arange(count))``, ten times as fast: the keystream itself, without an index."""
-    check_key(subkey)
-    out = np.empty(count, dtype=np.uint64)
-    for start in range(0, count, 1 << 16):
-        part, block = out[start : start + (1 << 16)], start >> 3
-        tail = (block & 0xFFFFFFFF, block >> 32, 0, 0)
-        part[:] = keystream(subkey, tail, -(-part.size // 8)).view("<u8")[: part.size]
-    return out
 
 
 def _words(subkey: bytes, ids: UINT64) -> UINT64:

@@ -213,7 +213,10 @@ class Ledger:
             record = record | {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
             record["check"] = _checksum(contents.check, record)
             self._write(file, contents.length, json.dumps(record, sort_keys=True).encode() + b"\n")
-            _remember(record["run"], record["check"])
+            if (memory := _memory_of(record["run"])) is not None:
+                with contextlib.suppress(OSError):  # a home that cannot be written: then nothing is remembered
+                    memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    replace_file(memory, record["check"].encode())
 
     def _write(self, file: Any, length: int, line: bytes) -> None:
         """Put the line behind the whole lines: a torn one was never acknowledged, and must not run on into this one."""
@@ -321,13 +324,6 @@ def _memory_of(run_id: str) -> Path | None:
     """Where this machine remembers the last record of a run; None if it shall not, or the user has no home."""
     folder = users_folder("LAMBDACGD_STATE", "XDG_STATE_HOME", ".local/state")
     return folder / f"run-{run_id}" if folder is not None and run_id.isalnum() else None
-
-
-def _remember(run_id: str, check: str) -> None:
-    if (path := _memory_of(run_id)) is not None:
-        with contextlib.suppress(OSError):  # a home that cannot be written: then nothing is remembered
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_file(path, check.encode())
 
 
 def _remembered(run_id: str) -> int | None:

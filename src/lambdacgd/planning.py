@@ -9,7 +9,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -134,10 +134,10 @@ class Plan:
         """The plan's file format: public values only, and a digest that notices edits."""
         content: dict[str, Any] = {"format": FORMAT, "version": self.version}
         content |= {"mechanism": self.mechanism.to_dict(), "sampling": self.sampling.to_dict()}
-        content |= {name: _plain(getattr(self, name)) for name in ("epsilon", "delta", *_DERIVED)}
+        content |= {name: plain(getattr(self, name)) for name in ("epsilon", "delta", *_DERIVED)}
         content |= {"requested_batch_size": self.requested_batch_size}
         content |= {name: getattr(self, name) for name in _RESULTS}
-        content |= {"certificate": _plain(self.certificate.to_dict()), "selection": _plain(self.selection)}
+        content |= {"certificate": plain(self.certificate.to_dict()), "selection": plain(self.selection)}
         if self.workload != PREFIX_SUM:
             content["workload"] = asdict(self.workload)
         return content | {"digest": _digest(content)}
@@ -416,10 +416,15 @@ def plan(
     accountant = accountant_for(resolved, bound)
     mean_error, max_error = setting.norms(resolved)
 
-    def expected(sigma: float, seconds: float) -> Progress:
-        return Progress(resolved, bound, sigma, mean_error * sigma, seconds)
+    def tell(sigma: float, seconds: float) -> None:
+        answer = Progress(resolved, bound, sigma, mean_error * sigma, seconds)
+        if progress is not None:
+            progress(answer)
+        elif seconds >= PATIENCE:
+            display.close()  # what was shown before: some accountants try several ways
+            _count_down(answer, display)
 
-    with _announcing(expected, progress):
+    with contextlib.ExitStack() as display, listening(tell):
         if noise_multiplier is None:
             assert epsilon is not None
             calibration = accountant.sigma(real, real_delta)
@@ -452,25 +457,6 @@ def _warn_of_large_delta(plan: Plan) -> None:
     if plan.delta * plan.examples > 1 and math.isfinite(plan.epsilon):
         high = f"δ = {plan.delta:g} is above 1/N = {1 / plan.examples:.2g}"
         warnings.warn(f"{high}: it allows publishing an example outright. Plan with a smaller one", stacklevel=3)
-
-
-@contextlib.contextmanager
-def _announcing(
-    expected: Callable[[float, float], Progress], progress: Callable[[Progress], None] | None
-) -> Iterator[None]:
-    """Inside, what an accountant says of its answer before it is certified goes to ``progress``, or to a terminal."""
-    with contextlib.ExitStack() as display:
-
-        def tell(sigma: float, seconds: float) -> None:
-            answer = expected(sigma, seconds)
-            if progress is not None:
-                progress(answer)
-            elif seconds >= PATIENCE:
-                display.close()  # what was shown before: some accountants try several ways
-                _count_down(answer, display)
-
-        with listening(tell):
-            yield
 
 
 def _count_down(answer: Progress, display: contextlib.ExitStack) -> None:
@@ -532,14 +518,14 @@ def _check_columns(mechanism: Mechanism, n: int) -> None:
     check_scales(mechanism, n)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """``value`` as strict JSON allows it: infinities become strings, which float() reads back."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 

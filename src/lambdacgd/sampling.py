@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lambdacgd.errors import InvalidInput, integer
-from lambdacgd.keys import SecretKey, prf64, prf64_range
-from lambdacgd.mechanisms.base import Horizon, Mechanism, parameter
+from lambdacgd.keys import SecretKey, prf64
+from lambdacgd.mechanisms.base import Horizon, Mechanism, from_dict, parameter
 
 Indices = NDArray[np.int64]
 Bins = Literal["fresh", "fixed"]
@@ -372,7 +372,7 @@ def _fallen(subkey: bytes, size: int, groups: int, steps: int) -> Indices:
     longest = len(thresholds)
     words = int(1.1 * size * (groups / steps + 1 / longest)) + 64  # nearly always enough
     while True:
-        gaps = longest - np.searchsorted(thresholds, prf64_range(subkey, words), side="right")
+        gaps = longest - np.searchsorted(thresholds, prf64(subkey, np.arange(words)), side="right")
         falls = gaps < longest
         decided = np.cumsum(gaps + falls)
         if decided[-1] >= size:
@@ -438,7 +438,8 @@ class Cyclic(Sampling):
 
     def _batches(self, key: SecretKey, run: str, start_step: int) -> Iterator[Indices]:
         # Sorted by 64 pseudorandom bits each, ties by index.
-        order = np.argsort(prf64_range(key.derive("run", run, "order"), self.examples), kind="stable").astype(np.int64)
+        words = prf64(key.derive("run", run, "order"), np.arange(self.examples))
+        order = np.argsort(words, kind="stable").astype(np.int64)
         for step in range(start_step, self.steps + 1):
             place = (step - 1) % self.steps_per_epoch
             yield order[place * self.batch_size : (place + 1) * self.batch_size]
@@ -452,14 +453,7 @@ def sampling_from_dict(data: dict[str, Any]) -> Sampling:
 
     Balls-in-Bins without ``bins`` are fixed ones, as they once all were.
     """
-    given = dict(data)
-    name = given.pop("name", None)
-    if name not in SAMPLINGS:
-        raise InvalidInput("sampling", name, f"it must be one of {', '.join(SAMPLINGS)}")
-    if name == BallsInBins.name:
-        given.setdefault("bins", "fixed")
-    if unknown := set(given) - {f.name for f in fields(SAMPLINGS[name])}:
-        raise InvalidInput("sampling", f"{name} has no such field, and {', '.join(sorted(unknown))} was given.")
-    sampling = SAMPLINGS[name](**given)
+    fixed = {"bins": "fixed"} if data.get("name") == BallsInBins.name else {}
+    sampling: Sampling = from_dict("sampling", SAMPLINGS, fixed | data)
     sampling._check_bound()
     return sampling

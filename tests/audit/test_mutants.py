@@ -7,15 +7,9 @@ import functools
 import pytest
 
 import lambdacgd as lc
-from lambdacgd.auditing import report
 from tests.audit.mutants import MUTANTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:δ = ")  # a large δ, so that few canaries show much
-
-
-@pytest.fixture(autouse=True)
-def _no_attacks_on_floating_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "floating_point", lambda plan, rng: {"covered": False, "trials": 0, "attacks": {}})
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import pytest
 
 import lambdacgd as lc
 from lambdacgd import cli
-from lambdacgd.auditing import report as reports
 from lambdacgd.auditing.canaries import plain_loop
 
 pytestmark = pytest.mark.filterwarnings("ignore:δ = ", "ignore:NOT CERTIFIED")
@@ -26,7 +25,6 @@ PLANS: list[tuple[lc.Mechanism, lc.Sampling]] = [
     (lc.Identity(), lc.BallsInBins("fresh")),
     (lc.BSR(2), lc.Cyclic()),
 ]
-NO_ATTACKS: dict[str, Any] = {"covered": False, "trials": 0, "attacks": {}}
 
 
 @functools.cache
@@ -35,12 +33,6 @@ def plan_of(bins: str = "fresh") -> lc.Plan:
     return lc.plan(1000, 250, epochs=2, epsilon=2.0, delta=1e-2, mechanism=lc.LambdaCGD(0.9), sampling=sampling)
 
 
-@pytest.fixture
-def without_attacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "floating_point", lambda plan, rng: NO_ATTACKS)
-
-
-@pytest.mark.usefixtures("without_attacks")
 @pytest.mark.parametrize(
     ("mechanism", "sampling"), PLANS, ids=lambda value: value.kind if isinstance(value, lc.Sampling) else value.name
 )
@@ -50,7 +42,6 @@ def test_every_kind_of_plan_passes(mechanism: lc.Mechanism, sampling: lc.Samplin
     assert result.passed, str(result)  # false alarms: 1e-4
 
 
-@pytest.mark.usefixtures("without_attacks")
 @pytest.mark.parametrize(("examples", "batch_size", "epochs"), [(40, 4, 2), (600, 600, 4), (300, 100, 1)])
 def test_odd_shapes_pass(examples: int, batch_size: int, epochs: int) -> None:
     """Few examples with bins that stay empty; one bin; one epoch."""
@@ -98,7 +89,6 @@ def short_loop(model: Any, optimizer: Any, dataset: Any, plan: lc.Plan, max_grad
     private.detach()
 
 
-@pytest.mark.usefixtures("without_attacks")
 def test_the_users_own_loop_is_run() -> None:
     assert lc.audit(plan_of(), own_loop, runs=2, max_grad_norm=0.7, seed=0).passed  # false alarms: 1e-4
     result = lc.audit(plan_of(), sloppy_loop, runs=2, seed=0)
@@ -121,10 +111,7 @@ def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
     assert stored["false_alarm_rate"] == 1e-4
     assert all(0 <= test["p_value"] <= 1 and test["passed"] for test in stored["tests"])
     assert 0 < stored["lower_bound"]["epsilon"] < 2
-    attacks = stored["floating_point"]["attacks"]
-    assert set(attacks) == {"granularity", "angles", "shared bits"}
-    assert stored["floating_point"]["covered"]  # so the attacks are tests, and all of them passed
-    assert {f"floating point, {name}" for name in attacks} <= {test["name"] for test in stored["tests"]}
+    assert {"noise scale", "lattice", "ε"} <= {test["name"] for test in stored["tests"]}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +129,6 @@ def test_what_cannot_be_audited_is_refused(changes: dict[str, Any], message: str
         lc.audit(plan)
 
 
-@pytest.mark.usefixtures("without_attacks")
 def test_the_command_line_audits_a_plan_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ import pytest
 from scipy import stats
 
 import lambdacgd as lc
-from lambdacgd.auditing import report as reports
 
 pytestmark = pytest.mark.filterwarnings("ignore:δ = ", "ignore:NOT CERTIFIED")
 RESULTS = Path(__file__).parents[2] / "results" / "audit-cpu.json"
@@ -40,15 +39,14 @@ def test_lower_bounds_reach_four_fifths_of_the_claim(bins: Any, epsilon: float) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bins", ["fixed", "fresh"])
-def test_p_values_are_not_smaller_than_they_should_be(bins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p_values_are_not_smaller_than_they_should_be(bins: Any) -> None:
     """Of 200 audits of correct code each test has about 10 p-values below .05 at most. False alarms: 1e-4 in all."""
-    monkeypatch.setattr(reports, "floating_point", lambda plan, rng: {"covered": False, "trials": 0, "attacks": {}})
     mechanism, sampling = lc.LambdaCGD(0.9), lc.BallsInBins(bins)
     plan = lc.plan(600, 150, epochs=3, epsilon=2.0, delta=1e-2, mechanism=mechanism, sampling=sampling)
     audits = [lc.audit(plan, runs=2) for _ in range(200)]
     for test in zip(*(audit.checks for audit in audits), strict=True):
         below = int((np.array([check.p_value for check in test]) < 0.05).sum())
-        assert stats.binom.sf(below - 1, 200, 0.05) > 1e-4 / 17, test[0].name
+        assert stats.binom.sf(below - 1, 200, 0.05) > 1e-4 / 18, test[0].name
 
 
 @pytest.mark.slow

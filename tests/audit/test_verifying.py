@@ -17,8 +17,8 @@ import lambdacgd as lc
 from lambdacgd import cache, cli
 from lambdacgd.accounting.certificate import set_aside
 from lambdacgd.planning import _digest
+from lambdacgd.questions import verify
 from lambdacgd.training.step import check_plan
-from lambdacgd.verifying import verify
 
 
 @functools.cache

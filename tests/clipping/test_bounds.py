@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 from torch import nn
 from torch.nn import functional as F
 
@@ -136,6 +138,29 @@ def test_squares_that_underflow_do_not_hide_a_gradient(tokens: int) -> None:
     clipper = attach(model, 1e-7)
     (model(torch.full((1, tokens, 3), 1e18)) * 1e-23).sum().backward()
     assert total_norm(clipper.take()) <= 1e-7 * (1 + clipper.sensitivity_tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@given(
+    scales=st.tuples(*[st.integers(-44, 38)] * 2),
+    tokens=st.sampled_from([1, 2, 64]),
+    width=st.sampled_from([3, 40]),
+    largest=st.sampled_from([1e-9, 1.0, 2.0**40]),
+)
+def test_finite_norms_make_finite_sums(
+    dtype: torch.dtype, scales: tuple[int, int], tokens: int, width: int, largest: float
+) -> None:
+    """Also where huge tokens cancel to nothing, so that the gradient itself says nothing of the terms."""
+    a, b = torch.rand(3, tokens, 7) + 1, torch.rand(3, tokens, width) + 1
+    if tokens > 1:
+        a[:, 1::2], b[:, 1::2] = a[:, ::2], -b[:, ::2]
+    a, b = ((x.double() * 10.0**scale).float().to(dtype) for x, scale in zip((a, b), scales, strict=True))
+    record = outer("w", a, b, torch.Size((width, 7)))
+    factors = clip_factors([[record.norm().upper()]], max_grad_norm=largest, mode="flat", scale=1.0, weights=None)
+    if factors.finite.all():
+        total = torch.empty(width, 7)
+        record.add(total, factors.weight[0], None, fresh=True)
+        assert total.isfinite().all()
 
 
 def test_infinite_norm_is_the_plain_gradient() -> None:

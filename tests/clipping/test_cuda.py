@@ -63,19 +63,21 @@ GEOMETRIES = [  # B, C, O, H, W, kernel, stride, padding, dilation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", GEOMETRIES, ids=str)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("views", [1, 3])
 def test_gradients_of_convolutions_agree_with_autograd(
-    dtype: torch.dtype, case: tuple, layout: torch.memory_format
+    dtype: torch.dtype, case: tuple, layout: torch.memory_format, views: int
 ) -> None:
     examples, inner, outward, height, width, kernel, stride, padding, dilation = case
-    x = torch.randn(examples, inner, height, width, device="cuda").to(dtype).to(memory_format=layout)
+    x = torch.randn(examples * views, inner, height, width, device="cuda").to(dtype).to(memory_format=layout)
     weight = torch.randn(outward, inner, *kernel, device="cuda").double()
     response = torch.randn_like(F.conv2d(x.double(), weight, None, stride, padding, dilation)).to(dtype)
     geometry = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
-    found = gpu.patch_gradients(x, response, geometry)
+    found = gpu.patch_gradients(x, response, geometry, views)
     assert found is not None
     for i in range(examples):
+        rows = slice(views * i, views * (i + 1))
         truth = torch.nn.grad.conv2d_weight(
-            x[i : i + 1].double(), weight.shape, response[i : i + 1].double(), stride, padding, dilation
+            x[rows].double(), weight.shape, response[rows].double(), stride, padding, dilation
         ).flatten()
         assert (found[0][i].flatten() - truth).norm() <= 2e-3 * truth.norm()
         square = found[1][:, i].sum()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import attach, gpu
+from lambdacgd.clipping import attach, backward, gpu
 
 SEED = 21
 
@@ -24,12 +24,12 @@ class Patches:
         return self.launch
 
     def launch(
-        self, image: Tensor, response: Tensor, out: Tensor, squares: Tensor, channels: int, positions: int, width: int,
-        columns: int, rows: int, across: int, stride_y: int, stride_x: int, dilation_y: int, dilation_x: int,
-        padding_y: int, padding_x: int, *, KERNEL: int, KERNEL_X: int, **tiles: int,
+        self, image: Tensor, response: Tensor, out: Tensor, squares: Tensor, views: int, channels: int, positions: int,
+        width: int, columns: int, rows: int, across: int, stride_y: int, stride_x: int, dilation_y: int,
+        dilation_x: int, padding_y: int, padding_x: int, *, KERNEL: int, KERNEL_X: int, **tiles: int,
     ) -> None:  # fmt: skip
         self.launches += 1
-        examples, inner, height = len(out), columns // KERNEL, positions // width
+        examples, inner, height = len(out) * views, columns // KERNEL, positions // width
         whole = image.as_strided((examples, inner, rows, across), (inner * rows * across, rows * across, across, 1))
         image = F.pad(whole, 2 * (padding_x + across,) + 2 * (padding_y + rows,))[:, :, rows:, across:].contiguous()
         channel, row = image.shape[2] * image.shape[3], image.shape[3]
@@ -37,9 +37,10 @@ class Patches:
         steps = (inner * channel, channel, dilation_y * row, dilation_x, stride_y * row, stride_x)
         patches = image.as_strided(sizes, steps).reshape(examples, columns, positions)
         flat = response.as_strided((examples, channels, positions), (channels * positions, positions, 1))
-        out.view(examples, channels, columns).copy_(flat.float() @ patches.float().transpose(1, 2))
+        products = flat.float() @ patches.float().transpose(1, 2)
+        out.view(len(out), channels, columns).copy_(products.unflatten(0, (-1, views)).sum(1))
         squares.zero_()
-        assert squares.shape[1] == examples
+        assert squares.shape[1] == len(out)
         squares[0] = out.square().flatten(1).sum(1)
 
 
@@ -94,6 +95,30 @@ def test_examples_are_found_in_every_layout(patches: Patches, layer: str, layout
     torch.testing.assert_close(clipper.norms, norms, rtol=0.01, atol=0)  # rounded up for TF32
     for total, wanted in zip(clipper.take().values(), expected, strict=True):
         torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kept", [0, 1 << 26])
+def test_views_are_added_up_before_their_gradients_are_kept(
+    patches: Patches, monkeypatch: pytest.MonkeyPatch, fused: bool, kept: int
+) -> None:
+    """By the kernel, by patches of all views at once, and (depthwise) by the gradients of each."""
+    monkeypatch.setattr(backward, "_KEPT_PATCHES", kept)
+    if not fused:
+        monkeypatch.setattr(gpu, "DEVICE", "cuda")
+    layers = [nn.Conv2d(3, 20, 3), nn.ReLU(), nn.Conv2d(20, 20, 2, groups=4), nn.ConvTranspose2d(20, 4, 2)]
+    model, x = nn.Sequential(*layers, nn.Conv2d(4, 40, 3), nn.Flatten()), torch.randn(4, 3, 3, 5, 6)
+    expected = [torch.zeros_like(p) for p in model.parameters()]
+    for example in x:
+        found = torch.autograd.grad(model(example).square().sum(1).mean(), list(model.parameters()))
+        factor = min(1.0, 20.0 / float(sum(g.square().sum() for g in found) ** 0.5))
+        expected = [total + factor * g for total, g in zip(expected, found, strict=True)]
+    clipper = attach(model, 20.0)
+    clipper.expect_views(3)
+    model(x.flatten(0, 1)).square().sum(1).mean().backward()
+    assert bool(patches.launches) == fused
+    for total, wanted in zip(clipper.take().values(), expected, strict=True):
+        torch.testing.assert_close(total, wanted, rtol=0.01, atol=1e-3)  # norms are rounded up for TF32
 
 
 def test_a_sum_of_nothing_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Attacks that read the lowest bits of released numbers, without the key (`lambdacgd.auditing.floating`).
+"""Attacks that read the lowest bits of released numbers, without the key (`attacks`).
 
 Each guesses whether a gradient was in the sums, in trials where it was and in as many where it was not. A test fails if
 Fisher's exact test says, with a p-value below 10⁻⁶, that the true and the false positive rate of an attack differ. If
@@ -24,10 +24,11 @@ import torch
 from scipy import stats
 
 import lambdacgd as lc
-from lambdacgd.auditing import floating
 from lambdacgd.noise import field
 from lambdacgd.noise.layout import Combination, Job
 from lambdacgd.training.step import PrivateStep
+
+from . import attacks
 
 Array = np.ndarray
 ATTACKS = ("granularity", "angles", "angles of format 1", "shared bits")
@@ -62,10 +63,10 @@ def guesses(seen: Release, to: Setting) -> tuple[bool, ...]:
     before = [np.zeros_like(seen.candidates[0])] * 2
     for t, (out, g) in enumerate(zip(seen.numbers, seen.candidates, strict=True)):
         if t < seen.exact:
-            scores[0, 1] += floating.granularity(out, g, mantissa=MANTISSA[to.dtype])
+            scores[0, 1] += attacks.granularity(out, g, mantissa=MANTISSA[to.dtype])
         for h in (0, 1):
             z = before[h] = (out - h * g) / to.sigma + (0.0 if to.between == "restart" else to.lam) * before[h]
-            scores[1:, h] += floating.angles(z), floating.angles(z, bits=32), floating.shared_bits(z)
+            scores[1:, h] += attacks.angles(z), attacks.angles(z, bits=32), attacks.shared_bits(z)
     return tuple(bool(a) for a in (scores[0, 1] > -math.inf, *(scores[1:, 1] > scores[1:, 0])))
 
 
@@ -342,15 +343,12 @@ def test_the_attacks_win_on_weights_without_a_lattice(
     assert wins(found) >= winners, found
 
 
-def test_an_audit_runs_the_attacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They pass on what is shipped (false alarms: 10⁻⁶ each) and catch a lattice that is missing."""
-    monkeypatch.setattr(floating, "HALF", 15)
-    monkeypatch.setattr(floating, "ELEMENTS", 50 * 384)
+@pytest.mark.parametrize("plant", [None, without_lattice, as_format_1, added_in_bfloat16, fineness(11)])
+def test_an_audit_sees_whether_releases_lie_on_the_lattice(
+    plant: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     p = lc.plan(1000, 250, epochs=2, epsilon=2.0, delta=1e-2, mechanism=lc.LambdaCGD(0.9, normalized=True))
-    shipped = floating.floating_point(p, np.random.default_rng(0))
-    assert shipped["covered"]
-    assert set(shipped["attacks"]) == SHARPEST
-    assert all(attack["p_value"] > 1e-6 for attack in shipped["attacks"].values())
-    without_lattice(monkeypatch)
-    broken = floating.floating_point(p, np.random.default_rng(0))["attacks"]
-    assert all(broken[name]["tpr"] == 1 and broken[name]["fpr"] == 0 for name in ("angles", "shared bits"))
+    if plant:
+        plant(monkeypatch)
+    result = lc.audit(p, runs=1, seed=0)
+    assert ("lattice" in {check.name for check in result.failed}) == bool(plant), str(result)

@@ -14,7 +14,7 @@ from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz
 from lambdacgd.noise import BufferedNoise, LayoutError, NoiseError, NonFiniteSum, RegeneratedNoise
 
-from .helpers import field, law_of_normals, tensors
+from .helpers import field, fill, law_of_normals, tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -77,8 +77,8 @@ def test_every_normal_is_within_the_bound_of_the_proof() -> None:
     shape = {"w": (count,)}
     ours = {"w": torch.empty(count, dtype=torch.float64, device="cuda")}
     oracle = {"w": torch.empty(count, dtype=torch.float64)}
-    field(shape).fill_(ours, 5)
-    field(shape).fill_(oracle, 5)
+    fill(field(shape), ours, 5)
+    fill(field(shape), oracle, 5)
     difference = (ours["w"].cpu() - oracle["w"]).view(-1, 2, 192)
     radius = oracle["w"].view(-1, 2, 192).norm(dim=1)
     assert float((difference.norm(dim=1) / (radius + 0.5 / radius)).max()) < 2.0**-48
@@ -100,8 +100,8 @@ def test_small_values_keep_their_relative_accuracy() -> None:
     shape = {"w": (1 << 24,)}
     ours = {"w": torch.empty(1 << 24, dtype=torch.float64, device="cuda")}
     oracle = {"w": torch.empty(1 << 24, dtype=torch.float64)}
-    field(shape).fill_(ours, 6)
-    field(shape).fill_(oracle, 6)
+    fill(field(shape), ours, 6)
+    fill(field(shape), oracle, 6)
     near = oracle["w"].abs() < 1e-3
     error = (ours["w"].cpu().double()[near] - oracle["w"][near]).abs() / oracle["w"][near].abs()
     assert float(error.max()) < 1e-6
@@ -327,10 +327,12 @@ def test_the_key_is_data_and_never_compiled_in(tmp_path: Path, monkeypatch: pyte
         "import torch\n"
         "from lambdacgd.keys import SecretKey\n"
         "from lambdacgd.noise import Layout, NoiseField\n"
+        "from lambdacgd.noise.field import UNIT\n"
+        "from lambdacgd.noise.layout import match\n"
         f"key = SecretKey.from_bytes(bytes.fromhex('{secret.hex()}'))\n"
         "f = NoiseField(key, Layout.of({'w': (5000,)}), run_id='cache')\n"
         "z = {'w': torch.empty(5000, device='cuda')}\n"
-        "f.fill_(z, 1)\n"
+        "f.apply(match(f.layout, z), UNIT, 1, read=False)\n"
         "print(float(z['w'].std()))\n"
     )
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}

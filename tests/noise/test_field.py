@@ -19,7 +19,7 @@ from lambdacgd.noise import field as noise_field
 from lambdacgd.noise.layout import FORMAT, Combination, Entry, match
 from lambdacgd.noise.reference import normals, radii
 
-from .helpers import KEY, SHAPES, SUBKEY, expected, field, law_of_normals, tensors
+from .helpers import KEY, SHAPES, SUBKEY, expected, field, fill, law_of_normals, tensors
 
 # The field is a format: these numbers change only together with its name, which checkpoints hold. Key
 # bytes(range(32)), run id "test". They were computed in 300-bit arithmetic (python-flint) from OpenSSL's keystream. The
@@ -52,7 +52,7 @@ def test_cpu_equals_the_reference_for_every_tensor() -> None:
     f = field()
     for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 2.0**-24 * 8)):
         z = tensors(dtype=dtype)
-        f.fill_(z, 7)
+        fill(f, z, 7)
         for name, value in z.items():
             error = np.abs(value.double().numpy() - expected(f.layout, name, [(7, 1.0)]))
             assert error.size == 0 or error.max() <= tolerance
@@ -87,7 +87,7 @@ def test_the_tail_reaches_beyond_fourteen_sigma() -> None:
 def test_no_lattice_near_zero_in_float32() -> None:
     """Few of 2²² float32 values near zero coincide: 0.1 pairs by chance, hundreds on the lattice of a 24-bit angle."""
     z = torch.empty(1 << 22)
-    field({"w": (1 << 22,)}).fill_({"w": z}, 1)
+    fill(field({"w": (1 << 22,)}), {"w": z}, 1)
     near = z[z.abs() < 1e-3]
     assert 3000 < len(near) < 3700  # mean 3347, sd 58: false alarm below 1e-8
     assert len(near.unique()) > len(near) - 5  # Poisson with mean 0.11: false alarm below 2e-7
@@ -100,7 +100,7 @@ def test_runs_keys_steps_and_tensors_are_different_noise() -> None:
     for key, run in ((KEY, "test"), (KEY, "other"), (SecretKey.from_bytes(bytes(32)), "test")):
         for step in (1, 2):
             z = {name: torch.zeros(512, dtype=torch.float64) for name in shapes}
-            NoiseField(key, Layout.of(shapes), run_id=run).fill_(z, step)
+            fill(NoiseField(key, Layout.of(shapes), run_id=run), z, step)
             rows += [z["a"], z["b"]]
     matrix = torch.corrcoef(torch.stack(rows)) - torch.eye(12)
     assert matrix.abs().max() < 0.3  # 66 correlations of sd 0.044: false alarm below 1e-8
@@ -108,10 +108,10 @@ def test_runs_keys_steps_and_tensors_are_different_noise() -> None:
 
 def test_order_prefixes_and_memory_format_do_not_change_the_noise() -> None:
     plain = tensors()
-    field().fill_(plain, 3)
+    fill(field(), plain, 3)
     wrapped = {f"module._orig_mod.{name}": torch.empty(SHAPES[name]) for name in reversed(SHAPES)}
     wrapped["module._orig_mod.conv.weight"] = torch.empty(6, 5, 3, 3).to(memory_format=torch.channels_last)
-    field().fill_(wrapped, 3)
+    fill(field(), wrapped, 3)
     for name, value in plain.items():
         assert torch.equal(value, wrapped[f"module._orig_mod.{name}"])
 
@@ -123,7 +123,7 @@ def test_repeated_calls_and_thread_counts_give_the_same_bits() -> None:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             z = tensors({"w": (300_000,), "v": (17, 1000)})
-            field({"w": (300_000,), "v": (17, 1000)}).fill_(z, 2)
+            fill(field({"w": (300_000,), "v": (17, 1000)}), z, 2)
             results.append(z)
     finally:
         torch.set_num_threads(threads)
@@ -156,7 +156,7 @@ def sample() -> np.ndarray:
     rows = []
     for step in (1, 2):
         z = {name: torch.empty(shape, dtype=torch.float64) for name, shape in shapes.items()}
-        f.fill_(z, step)
+        fill(f, z, step)
         rows.append(torch.cat([z["a"].view(-1), z["b"]]).numpy())
     return np.stack(rows)
 
@@ -238,7 +238,7 @@ def test_an_interrupt_leaves_no_thread_that_writes_sums(monkeypatch: pytest.Monk
     torch.set_num_threads(2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            field({"w": (len(sums),)}).fill_({"w": sums}, 1)
+            fill(field({"w": (len(sums),)}), {"w": sums}, 1)
         sums.zero_()
         time.sleep(0.5)
     finally:

@@ -17,6 +17,7 @@ from lambdacgd.mechanisms import error_norms, sensitivity
 from lambdacgd.noise import Layout, NoiseField
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import BallsInBins, Bins
+from tests.noise.helpers import fill
 
 KEY = bytes(range(32))
 
@@ -128,7 +129,7 @@ def correlated_noise(
     z = []
     for step in range(1, n + 1):
         tensors = {name: torch.zeros(q.shape) for name, q in module.named_parameters()}
-        field.fill_(tensors, step)
+        fill(field, tensors, step)
         z.append(tensors)
     return [
         {

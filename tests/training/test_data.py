@@ -30,6 +30,7 @@ class Selected:
 
     def __init__(self, rows):
         pyarrow = pytest.importorskip("pyarrow")
+        self.data = pyarrow.table({"text": [*"abcdefghi"]})
         self._indices = None if rows is None else pyarrow.table({"indices": pyarrow.array(rows, pyarrow.uint64())})
         self.rows = rows or range(9)
 

@@ -23,6 +23,7 @@ from lambdacgd.errors import at_least, rounded_up
 from lambdacgd.noise import NoiseField
 from lambdacgd.training import TrainingError, export, privatize
 from lambdacgd.training.card import History, card, replace_one
+from tests.noise.helpers import fill
 from tests.training import oracle
 
 
@@ -38,7 +39,7 @@ def secrets_of(private, losses, sums):
     field = NoiseField(key, private.private_step.layout, run_id=run)
     for step in (1, 2, private.steps_taken):
         z = {name: torch.zeros(p.shape) for name, p in private.clipper.parameters.items()}
-        field.fill_(z, step)
+        fill(field, z, step)
         for name, value in z.items():
             found[f"z[{step}] of {name}"] = value.flatten()[:2].numpy().tobytes()
             scaled = value.flatten()[:2] * private.plan.sigma * private.max_grad_norm

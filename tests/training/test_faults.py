@@ -8,10 +8,10 @@ import signal
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from lambdacgd.clipping import gpu
-from lambdacgd.noise import NonFiniteSum
+from lambdacgd.clipping import attach, gpu
+from lambdacgd.noise import NoiseField, NonFiniteSum
 from lambdacgd.training import TrainingError
 from lambdacgd.training.loop import Gradients
 from tests.faults import fault
@@ -41,6 +41,31 @@ def test_a_sum_that_is_not_finite():
     assert private.steps_taken == 1
     optimizer.zero_grad()
     check_same_end(private, module, optimizer)
+
+
+def test_sums_that_follow_from_finite_norms_are_not_waited_for(monkeypatch):
+    """As on CUDA: the host waits for the norms; for the noised sums where somebody may have changed them since."""
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    with monkeypatch.context() as patched:
+        patched.setattr(NoiseField, "check", lambda self: pytest.fail("it waits for the sums"))
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(module, next(batches))
+    private.clipper.sums["0.weight"][0, 0] = float("inf")
+    with pytest.raises(NonFiniteSum):
+        optimizer.step()
+    check_same_end(private, module, optimizer)
+
+
+def test_a_clipping_norm_near_the_largest_number_is_waited_for(monkeypatch):
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    module = oracle.model()
+    clipper = attach(module, 2.0**41)
+    backward(module, next(iter(DataLoader(oracle.data(), batch_size=4))))
+    assert not clipper.hopes
 
 
 def test_a_sum_that_is_not_finite_without_noise():

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.signal import lfilter
@@ -34,21 +33,11 @@ _SEEN = 16.66  # the later noise of a pair, |N₁| + |N₂|, is covered up to �
 
 @dataclass(frozen=True)
 class FloatingPointCost:
-    """The released numbers are (ε₁, δ₁)-close to those of the ideal mechanism, both ways, on a lattice this fine.
-
-    ``relative_error`` is what the lattice adds to the standard deviation of one step's noise: Δ/√12 over ζσ, at most.
-    """
+    """The released numbers are (ε₁, δ₁)-close to those of the ideal mechanism, both ways, on a lattice this fine."""
 
     epsilon: float
     delta: float
     fineness: int
-
-    @property
-    def relative_error(self) -> float:
-        return 2.0 ** (1 - self.fineness) / math.sqrt(12)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"relative_error": self.relative_error}
 
 
 def cover(

@@ -17,6 +17,7 @@ from lambdacgd.auditing.canaries import LINEAR, Recording
 from lambdacgd.clipping.bounds import room_below, sensitivity_tolerance
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import BallsInBins, Cyclic, Poisson
+from lambdacgd.training.step import floating_point_of
 
 LOWEST_WEIGHT = 0.99
 """Of what clipping leaves of ζ: automatic clipping weighs a little less."""
@@ -42,6 +43,7 @@ class Measured:
     """A recording with what the tests ask of it.
 
     Attributes:
+        first: What the first step releases, in units of Δ: multiples of it (docs/noise-proof.md).
         taking_part: X, true where a canary that is in takes part in a step.
         weight: a, an example's mean contribution in units of ζ, between what training leaves of ζ and 1.
         present: Which canaries were in.
@@ -55,6 +57,10 @@ class Measured:
     def __init__(self, plan: Plan, recording: Recording, max_grad_norm: float) -> None:
         matrix = strategy_matrix(plan)
         whitened = in_blocks(plan, matrix, recording.released) / (max_grad_norm * plan.sigma)
+        cost, scales = floating_point_of(plan, whitened.shape[1] + 1), plan.mechanism.column_scales(plan.block.steps)
+        assert cost is not None  # of one parameter more: the embedding has a row for padding
+        size = max_grad_norm * plan.sigma * (1.0 if scales is None else float(scales[0])) * (1 + 2.0**-50)
+        self.first = np.ldexp(recording.released[0], cost.fineness - math.frexp(size)[1])
         seen = [_without_stand_in(plan, recording.seen, step) for step in range(plan.steps)]
         self.present = recording.present
         self.drawn = np.array([len(ids) for ids in seen])
@@ -99,7 +105,8 @@ def _without_stand_in(plan: Plan, seen: Sequence[NDArray[np.int64]], step: int) 
 
 def checks(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     """All tests of runs that are whole. See docs/audit-laws.md for statistics and laws."""
-    for test in (_noise, _over_steps, _over_coordinates, _over_runs, _weights, _participation, _bins, _division):
+    noise = (_noise, _on_lattice, _over_steps, _over_coordinates, _over_runs)
+    for test in (*noise, _weights, _participation, _bins, _division):
         yield from test(plan, runs)
 
 
@@ -119,6 +126,13 @@ def _noise(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     values = np.concatenate([run.residual.ravel() for run in runs])
     result = stats.kstest(values[:: -(-len(values) // KOLMOGOROV_SAMPLE)], "norm")
     yield Check("law of the noise", float(result.pvalue), f"distance {result.statistic:.5f} to N(0, 1)")
+
+
+def _on_lattice(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
+    """Weights are float32: of a number below 2¹⁶Δ that leaves an error below Δ/16."""
+    numbers = np.concatenate([run.first[np.abs(run.first) < 2.0**16] for run in runs])
+    misses = int((np.abs(numbers - np.round(numbers)) > 1 / 16).sum())
+    yield Check("lattice", float(misses == 0), f"{misses} of {len(numbers)} first releases lie beside it")
 
 
 def _over_steps(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:

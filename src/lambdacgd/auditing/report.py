@@ -16,7 +16,6 @@ from lambdacgd.accounting.certificate import progress
 from lambdacgd.auditing.bounds import LowerBound, ideal_scores, lower_bound
 from lambdacgd.auditing.canaries import Train, plain_loop, record
 from lambdacgd.auditing.conformance import Check, Measured, checks
-from lambdacgd.auditing.floating import floating_point
 from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.planning import Plan
 from lambdacgd.training.step import check_is_plan
@@ -41,7 +40,6 @@ class Report:
         level: α divided by the number of tests.
         bound: The lower bound on ε. None if a run did not release what can be scored.
         ideal: The lower bound that an ideal mechanism would have given on average, with as many canaries.
-        floating_point: The attacks on floating point.
         runs: How often canaries were trained.
         canaries: How many canaries each run had.
         seconds: How long the audit took.
@@ -52,7 +50,6 @@ class Report:
     level: float
     bound: LowerBound | None
     ideal: float
-    floating_point: dict[str, Any]
     runs: int
     canaries: int
     seconds: float
@@ -89,7 +86,6 @@ class Report:
             "false_alarm_rate": FALSE_ALARM,
             "level_of_a_test": self.level,
             "tests": [check._asdict() | {"passed": check not in self.failed} for check in self.checks],
-            "floating_point": self.floating_point,
             "runs": self.runs,
             "canaries_of_a_run": self.canaries,
             "seconds": round(self.seconds, 1),
@@ -113,16 +109,9 @@ class Report:
         for check in self.checks:
             mark = "ok    " if check not in self.failed else "CAUGHT"
             lines.append(f"  {mark} {check.name}: {check.measured} (p = {check.p_value:.2g})")
-        lines.append(f"  floating point, covered by the claim; {self.floating_point['trials']} trials of each attack:")
-        for name, attack in self.floating_point["attacks"].items():
-            lines.append(f"    {name}: {_rates(attack)}, ε ≥ {attack['epsilon_at_least']:.2f}")
         told = "\n".join([*lines, f"  {self.verdict}"]).replace(" = ", "\xa0=\xa0")  # lines break elsewhere
         wrapper = textwrap.TextWrapper(80, subsequent_indent=" " * 9, break_on_hyphens=False)
         return "\n".join(map(wrapper.fill, told.splitlines())).replace("\xa0", " ")
-
-
-def _rates(attack: dict[str, float]) -> str:
-    return f"true and false positive rates {attack['tpr']:.2f} and {attack['fpr']:.2f}"
 
 
 def audit(
@@ -169,23 +158,19 @@ def audit(
             recording = record(plan, train or plain_loop, canaries=size, max_grad_norm=max_grad_norm, rng=rng)
             if (releases := len(recording.released)) != plan.steps:
                 wrong = Check("steps", 0.0, f"{releases} releases, the plan has {plan.steps}")
-                none = {"covered": False, "trials": 0, "attacks": {}}
-                return Report(plan, [wrong], FALSE_ALARM, None, 0.0, none, runs, size, time.monotonic() - begun)
+                return Report(plan, [wrong], FALSE_ALARM, None, 0.0, runs, size, time.monotonic() - begun)
             measured.append(Measured(plan, recording, max_grad_norm))
             tick(1)
     scores, present = (np.concatenate([getattr(run, name) for run in measured]) for name in ("scores", "present"))
     included, excluded = scores[present], scores[~present]
     answers = [Check("steps", 1.0, f"{plan.steps} releases in each run"), *checks(plan, measured)]
-    attacks = floating_point(plan, rng)
-    for name, attack in attacks["attacks"].items():
-        answers.append(Check(f"floating point, {name}", attack["p_value"], _rates(attack)))
     level = FALSE_ALARM / (len(answers) + 1)
     sure = lower_bound(included, excluded, delta=plan.delta, confidence=1 - level).epsilon
     answers.append(Check("ε", float(sure <= plan.epsilon), f"ε ≥ {sure:.3f} but for {level:.1g}"))
     bound = lower_bound(included, excluded, delta=plan.delta, confidence=confidence)
     ideal = ideal_scores(plan, min(runs * size, 10 * LARGEST // plan.steps), rng)
     expected = lower_bound(*ideal, delta=plan.delta, confidence=confidence).epsilon
-    return Report(plan, answers, level, bound, expected, attacks, runs, size, time.monotonic() - begun)
+    return Report(plan, answers, level, bound, expected, runs, size, time.monotonic() - begun)
 
 
 def _sizes(plan: Plan, runs: int | None, canaries: int | None) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import Any
 from lambdacgd.errors import InvalidInput, LedgerError, TrainingError
 
 # What optional packages come with.
-_EXTRAS = {"matplotlib": "plots", "transformers": "hf", "PIL": "reproduce", "opacus": "reproduce"}
+_EXTRAS = {"transformers": "hf"} | dict.fromkeys(("matplotlib", "PIL", "opacus"), "reproduce")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

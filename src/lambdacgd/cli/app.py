@@ -86,13 +86,12 @@ def plan(
 
 def compare(
     as_json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the comparison to this PNG, SVG or PDF.")] = None,
     **request: Any,
 ) -> None:
     """What each noise mechanism would cost, side by side. The first time may take minutes; answers are cached."""
     from lambdacgd.cli import planner
 
-    planner.show_comparison(request, as_json=as_json, plot=plot)
+    planner.show_comparison(request, as_json=as_json)
 
 
 def epsilon(
@@ -211,7 +210,7 @@ def verify(
     """Certify σ of a plan or a release again, without the cache. Exit code 2 if it is too small for the claim."""
     from rich.console import Console
 
-    from lambdacgd.verifying import verify
+    from lambdacgd.questions import verify
 
     with Console(stderr=True).status("certifying σ again …"):
         claim = verify(source)

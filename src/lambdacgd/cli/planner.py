@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
+from lambdacgd.accounting.accountants import exact_numbers
 from lambdacgd.cli.options import number_or_auto, place_for, plan_arguments
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
@@ -38,67 +39,32 @@ def show_plan(request: dict[str, Any], *, as_json: bool, out: Path | None) -> No
     kept = f"stores {past} of the model's size" if _stored(plan) else f"stores none, regenerates {past} from the key"
     table.add_row("past noise", kept if past else "none needed")
     console.print(Panel(table, title="Plan", expand=False))
-    for line in _remarks(plan):
-        console.print(line)
+    if plan.epsilon == float("inf"):
+        console.print("[red bold]ε = inf: no noise is added and nothing is private.[/]")
+    if refusal := plan.certificate.details.get("transfer_matrix_refused"):
+        console.print(f"[yellow]The exact accountant refuses, so this σ has no amplification:[/] {escape(refusal)}")
+    if selection := plan.selection:
+        were = "were" if selection["parameter"].endswith("s") else "was"
+        console.print(f"{selection['parameter']} {were} chosen by {selection['objective']}: {selection['because']}")
+        if "candidates" in selection:
+            console.print("What each objective would choose, by quick estimates:")
+        for candidate in selection.get("candidates", ()):
+            where = "" if candidate["amplified"] else " at unit noise"
+            choice = f"{candidate['objective']:<15} {candidate['value']:.4f}"
+            console.print(f"  {choice}   RMSE ~{candidate['rmse']:.3g}{where}")
     if out:
         console.print(f"plan written to {out}")
 
 
-def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None) -> None:
+def show_comparison(request: dict[str, Any], *, as_json: bool) -> None:
     """Make the plans that are compared and print them side by side; ``request`` is described at ``plan_arguments``."""
-    if plot:  # matplotlib and the ending are looked at before the work rather than after it
-        from lambdacgd.cli import plots
-
-        plots.check_ending(plot)
     sizes = {name: value for name in ("bands", "buffers") if (value := request.pop(name, None)) is not None}
     if "bands" in sizes:
         sizes["bands"] = number_or_auto("bands", sizes["bands"])
     plans = compare(**plan_arguments(request), **sizes)
-    if plot:
-        plots.comparison_figure(plans, plot)
     if as_json:
         print(json.dumps([plan.to_dict() for plan in plans], indent=2))
         return
-    console = Console()
-    console.print(_comparison_table(plans))
-    console.print(
-        "RMSE and MaxSE are of the sum of gradients, in units of the clipping norm.\n"
-        "Stored: noise vectors of the model's size; 0 means that the noise is regenerated.\n"
-        "Exact: the transfer-matrix accountant, of the mechanism or of one that dominates it."
-    )
-    if plot:
-        console.print(f"figure written to {plot}")
-
-
-def _stored(plan: Plan) -> int:
-    """How many noise vectors of the model's size are kept."""
-    steps = plan.block.steps
-    return 0 if plan.mechanism.regenerates(steps) else plan.mechanism.past_vectors(steps)
-
-
-def _remarks(plan: Plan) -> list[str]:
-    lines = []
-    if plan.epsilon == float("inf"):
-        lines.append("[red bold]ε = inf: no noise is added and nothing is private.[/]")
-    if refusal := plan.certificate.details.get("transfer_matrix_refused"):
-        lines.append(f"[yellow]The exact accountant refuses, so this σ has no amplification:[/] {escape(refusal)}")
-    if selection := plan.selection:
-        were = "were" if selection["parameter"].endswith("s") else "was"
-        lines.append(f"{selection['parameter']} {were} chosen by {selection['objective']}: {selection['because']}")
-        if "candidates" in selection:
-            lines.append("What each objective would choose, by quick estimates:")
-        for candidate in selection.get("candidates", ()):
-            where = "" if candidate["amplified"] else " at unit noise"
-            choice = f"{candidate['objective']:<15} {candidate['value']:.4f}"
-            lines.append(f"  {choice}   RMSE ~{candidate['rmse']:.3g}{where}")
-    return lines
-
-
-# How the comparison calls methods whose names would not fit beside the numbers in 80 columns.
-_BRIEFLY = {"transfer-matrix": "exact", "transfer-matrix-composed": "exact"}
-
-
-def _comparison_table(plans: list[Plan]) -> Table:
     usual = plans[len(plans) // 2]  # of the kind that most rows are
     run = f"N = {usual.examples}, B = {usual.described_batch_size}, k = {usual.epochs}"
     title = f"{run}, ε = {usual.epsilon:g}, δ = {usual.delta:g}\n{usual.sampling.kind}"
@@ -111,8 +77,26 @@ def _comparison_table(plans: list[Plan]) -> Table:
     for plan in plans:
         other = plan.sampling.kind != usual.sampling.kind
         apart = f" ({getattr(plan.sampling, 'bins', plan.sampling.name)})" if other else ""
-        method = _BRIEFLY.get(plan.certificate.method, plan.certificate.method)
         numbers = [f"{value:.4g}" for value in (plan.sigma, plan.rmse, plan.maxse)]
         style = "bold" if plan.rmse == best else ""
-        table.add_row(str(plan.mechanism) + apart, *numbers, str(_stored(plan)), method, style=style)
-    return table
+        table.add_row(str(plan.mechanism) + apart, *numbers, str(_stored(plan)), _method(plan), style=style)
+    console = Console()
+    console.print(table)
+    console.print(
+        "RMSE and MaxSE are of the sum of gradients, in units of the clipping norm.\n"
+        "Stored: noise vectors of the model's size; 0 means that the noise is regenerated.\n"
+        "Exact: the transfer-matrix accountant. Dominated: the same, of one that reveals at least as much."
+    )
+
+
+def _method(plan: Plan) -> str:
+    """Who certified the plan, in a word that fits beside the numbers in 80 columns."""
+    if not plan.certificate.method.startswith("transfer-matrix"):
+        return plan.certificate.method
+    return "dominated" if exact_numbers(plan.mechanism, plan.block.steps) is None else "exact"
+
+
+def _stored(plan: Plan) -> int:
+    """How many noise vectors of the model's size are kept."""
+    steps = plan.block.steps
+    return 0 if plan.mechanism.regenerates(steps) else plan.mechanism.past_vectors(steps)

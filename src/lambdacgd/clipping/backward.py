@@ -39,7 +39,7 @@ _CHANGED = (
 # Temporaries of the norm pass are cut into groups of examples of at most this many elements.
 CHUNK_CPU, CHUNK_CUDA = 1 << 19, 1 << 27
 # Per-example gradients of a convolution are kept up to this many elements, even where Gram matrices would cost less.
-_KEPT_PATCHES = 1 << 25
+_KEPT_PATCHES = 1 << 26
 
 # Stored per-example gradients up to this many elements are put side by side and summed in one product.
 _SMALL = 1 << 13
@@ -47,6 +47,8 @@ _SMALL = 1 << 13
 _TOGETHER = 128
 # Sets of small parameters that get a buffer of their own; which take part may change with every batch (LayerDrop).
 _PACKS = 16
+# Clipping norms up to this one leave sums finite where all norms are; see `bounds`.
+_HOPE = 2.0**40
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -215,10 +217,20 @@ class Outer(Record):
 
     def folded(self, examples: int, *, minor: bool) -> Record:
         """Rows of an example are more of its tokens."""
-        if callable(self.a):
+        given = self.a
+        if not callable(given):
+            a, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (given, self.b))
+            return outer(self.name, a, b, self.shape, transposed=self.transposed)
+        if minor:
             return super().folded(examples, minor=minor)
-        a, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (self.a, self.b))
-        return outer(self.name, a, b, self.shape, transposed=self.transposed)
+        each = self.examples // examples
+
+        def patches(rows: slice) -> Tensor:
+            some = given(slice(each * (rows.start or 0), each * rows.stop))
+            return fold(some, some.shape[0] // each, minor=False).flatten(1, 2)
+
+        b = fold(self.b, examples, minor=False).flatten(1, 2)
+        return Outer(self.name, patches, b, self.shape, image=self.image)
 
     def materialise(self, rows: slice) -> Tensor:
         start, stop = rows.start or 0, min(rows.stop, self.examples)
@@ -414,8 +426,15 @@ class BackwardPass:
         filled, zeros = self.totals.filled, self.totals.zeros
         return {name: filled[name] if name in filled else zeros(name, p) for name, p in self.parameters.items()}
 
+    @property
+    def hopes(self) -> bool:
+        """Whether the sums were formed as if every gradient were finite, and nobody has asked for them since: then
+        they are finite if they stand.
+        """
+        return self._hoped is not None
+
     def stands(self) -> bool:
-        """Whether the sums stand, which were formed as if every gradient were finite. Waits for the device."""
+        """Whether the sums stand, which were formed as if every gradient were finite. Waits for the norms."""
         return self._hoped is None or self._hoped[0]()
 
     def settle(self) -> None:
@@ -640,7 +659,8 @@ class BackwardPass:
             add(factors.keep)
             return
         finite = on_its_way(factors.finite.all())
-        if factors.keep.device.type != gpu.DEVICE or self.sharded or self.totals.filled:
+        at_once = self.sharded or self.totals.filled or self.max_grad_norm > _HOPE
+        if factors.keep.device.type != gpu.DEVICE or at_once:
             add(None if finite() else factors.keep)
             return
         add(None)

@@ -25,6 +25,12 @@ The norm used is an upper bound: with ‖·‖ from Gram matrices G_a, G_b of on
 which bounds the squared norm of that layer's rounded contribution divided by c_i. The tolerance leaves room for the
 rounding of the factor itself and for the float32 accumulation of 4096 contributions: four roundings of a sum that is so
 many times as large. ``Clipper.leave_room`` leaves more for larger batches.
+
+**Finite norms make finite sums**, so whoever knows that all norms are finite need not look at the sums. U ≥
+γ tr G_a ‖G_b‖ and ‖G_b‖ ≥ tr G_b/√T bound the products of every token before they cancel:
+c_i ‖a_i‖ ‖b_i‖ ≤ ζ (√T/γ)^½ ≤ 2¹⁵ ζ for T ≤ 2²⁰ tokens, as γ ≥ 2⁻²⁰. So no partial sum over 2²⁴ examples exceeds
+2³⁹ ζ, far from 2¹²⁷ for ζ ≤ 2⁴⁰; nor does a folded operand, as U ≥ tr G_b 2⁻¹⁰⁰ bounds c_i ‖b_i‖ by 2⁵⁰ ζ. Gradients
+that are kept are summed as they are.
 """
 
 from __future__ import annotations

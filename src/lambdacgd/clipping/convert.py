@@ -106,11 +106,11 @@ class OpenMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        batched, same = query.dim() == 3, query is key and key is value
-        if not batched:
-            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-        elif not self.batch_first:
+        if query.dim() != 3:  # one example without a batch, which nothing is clipped of
+            masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return super().forward(query, key, value, *masks)
+        same = query is key and key is value
+        if not self.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         q, k, v = self._project(query, key, value, same)
         k, v, extra = self._extend(k, v)
@@ -124,14 +124,8 @@ class OpenMultiheadAttention(nn.MultiheadAttention):
         else:
             weights, mixed = None, F.scaled_dot_product_attention(q, k, v, mask, drop)
         out = self.out_proj(mixed.transpose(1, 2).flatten(2))
-        if not batched:
-            out = out.squeeze(0)
-        elif not self.batch_first:
-            out = out.transpose(0, 1)
-        if weights is not None:
-            weights = weights.mean(1) if average_attn_weights else weights
-            weights = weights if batched else weights.squeeze(0)
-        return out, weights
+        out = out if self.batch_first else out.transpose(0, 1)
+        return out, weights.mean(1) if weights is not None and average_attn_weights else weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor, same: bool) -> tuple[Tensor, Tensor, Tensor]:
         if projects_together(self) and same:

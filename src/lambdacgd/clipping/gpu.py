@@ -174,18 +174,20 @@ def layer_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor, siz
 # --- per-example gradients that are kept ------------------------------------------------------------------------------
 
 
-def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+def patch_gradients(
+    image: Tensor, response: Tensor, geometry: dict[str, Any], views: int = 1
+) -> tuple[Tensor, Tensor] | None:
     """Per-example gradients [B, O, C, *kernel] of a two-dimensional convolution's weight and their squared norms in
     parts, [parts, B]; None where the kernel does not fit.
 
-    ``image`` is [B, C, H, W], ``response`` [B, O, *out]; products are in TF32 or in their own 16 bits, added up in
-    float32.
+    ``image`` is [B·views, C, H, W], ``response`` [B·views, O, *out]; the views of an example, neighbours, are added up.
+    Products are in TF32 or in their own 16 bits, added up in float32.
     """
     if kernels() is None or image.dim() != 4 or image.dtype == torch.float64:
         return None
     if image.dtype == torch.float32 and not bounds.tf32_in_use(image.device):
         return None
-    examples, outer = response.shape[:2]
+    examples, outer = response.shape[0] // views, response.shape[1]
     if not 0 < examples <= 65535:  # the limit of a grid's second side
         return None
     kernel: tuple[int, int] = geometry["kernel"]
@@ -201,7 +203,7 @@ def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -
     out = torch.empty(examples, outer, image.shape[1], *kernel, dtype=torch.float32, device=image.device)
     squares = torch.empty(tiles, examples, dtype=torch.float32, device=image.device)
     kernels().patch_gradient_kernel[(tiles, examples)](
-        image, response, out, squares, outer, positions, width, columns, height, across,
+        image, response, out, squares, views, outer, positions, width, columns, height, across,
         *geometry["stride"], *geometry["dilation"], *geometry["padding"],
         KERNEL=kernel[0] * kernel[1], KERNEL_X=kernel[1], OUTER=rows, INNER=inner,
         DEPTH=32 if image.dtype == torch.float32 else 64, num_warps=4, num_stages=3,

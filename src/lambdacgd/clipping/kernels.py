@@ -56,12 +56,12 @@ def gram_kernel(
 
 @triton.jit
 def patch_gradient_kernel(
-    image, response, out, squares, channels, positions, width, columns, height, across,
+    image, response, out, squares, views, channels, positions, width, columns, height, across,
     stride_y, stride_x, dilation_y, dilation_x, padding_y, padding_x,
     KERNEL: tl.constexpr, KERNEL_X: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """out[example, o, n] = Σ_t response[example, o, t] · patch_t[n] for an image, all contiguous, n = (c, y, x), and
-    the sum of its squares over this tile. Around the image are zeros.
+    """out[example, o, n] = Σ_t response[example, o, t] · patch_t[n] over the example's images (its views, neighbours),
+    all contiguous, n = (c, y, x), and the sum of its squares over this tile. Around an image are zeros.
 
     Patches are read from the image as they are needed: written out, they would be KERNEL times as large as it.
     """
@@ -72,18 +72,22 @@ def patch_gradient_kernel(
     o = (tile // tiles) * OUTER + tl.arange(0, OUTER)
     tap = n % KERNEL
     up, left = (tap // KERNEL_X) * dilation_y - padding_y, (tap % KERNEL_X) * dilation_x - padding_x
-    image += example * (columns // KERNEL) * height * across + (n // KERNEL)[:, None] * height * across
-    response += example * channels * positions
+    pixels = (columns // KERNEL) * height * across
+    image += example * views * pixels + (n // KERNEL)[:, None] * height * across
+    response += example * views * channels * positions
     total = tl.zeros([OUTER, INNER], tl.float32)
-    for start in range(0, positions, DEPTH):
-        t = start + tl.arange(0, DEPTH)
-        y, x = up[:, None] + ((t // width) * stride_y)[None, :], left[:, None] + ((t % width) * stride_x)[None, :]
-        inside = (t < positions)[None, :]
-        around = (y < 0) | (y >= height) | (x < 0) | (x >= across)
-        b = tl.load(response + o[:, None] * positions + t[None, :], (o < channels)[:, None] & inside, 0.0)
-        # Positions last: neighbouring threads read neighbouring pixels.
-        a = tl.load(image + (y * across + x), (n < columns)[:, None] & inside & ~around, 0.0)
-        total = tl.dot(b, tl.trans(a), total, input_precision="tf32")
+    for _ in range(0, views):
+        for start in range(0, positions, DEPTH):
+            t = start + tl.arange(0, DEPTH)
+            y, x = up[:, None] + ((t // width) * stride_y)[None, :], left[:, None] + ((t % width) * stride_x)[None, :]
+            inside = (t < positions)[None, :]
+            around = (y < 0) | (y >= height) | (x < 0) | (x >= across)
+            b = tl.load(response + o[:, None] * positions + t[None, :], (o < channels)[:, None] & inside, 0.0)
+            # Positions last: neighbouring threads read neighbouring pixels.
+            a = tl.load(image + (y * across + x), (n < columns)[:, None] & inside & ~around, 0.0)
+            total = tl.dot(b, tl.trans(a), total, input_precision="tf32")
+        image += pixels
+        response += channels * positions
     mask = (o < channels)[:, None] & (n < columns)[None, :]
     tl.store(out + (example * channels + o[:, None]) * columns + n[None, :], total, mask)
     # outside the mask all are zero

@@ -908,14 +908,19 @@ def _name(place: Place) -> str:
 
 @torch.no_grad()
 def fingerprints(parameters: Iterable[Tensor]) -> list[int]:
-    """A number of each that changes with its bits: ``p.data.copy_(…)`` is a write that no version counts. Zero for what
-    is no plain tensor (quantised weights).
+    """A number of each that changes with its bits and their places: ``p.data.copy_(…)`` is a write that no version
+    counts. Zero for what is frozen and no plain tensor (quantised weights).
     """
-    whole, found = {1: torch.uint8, 2: torch.int16, 4: torch.int32}, []
+    whole, found = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}, []
     for p in parameters:
-        plain = type(p) is nn.Parameter and p.layout == torch.strided and not p.is_meta
-        bits = torch.view_as_real(p) if p.is_complex() else p
-        found.append(int(bits.view(whole.get(bits.element_size(), torch.int64)).sum()) if plain else 0)
+        number = 0
+        plain = p.requires_grad or type(p) in (nn.Parameter, Tensor)
+        if plain and p.layout == torch.strided and not p.is_meta:
+            flat = (torch.view_as_real(p) if p.is_complex() else p.detach()).contiguous().view(-1)
+            for part in flat.view(whole[flat.element_size()]).split(1 << 24):
+                place = 2 * torch.arange(part.numel(), device=part.device) + 1  # a shard may be empty
+                number = (number * 37 + int((part * place).sum())) % (1 << 63)
+        found.append(number)
     return found
 
 

@@ -16,7 +16,6 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.nn import functional as F
 
 from lambdacgd.clipping import Mode
@@ -158,7 +157,7 @@ class LambdaCGDTrainer(_Trainer):
                 another run's.
             TrainingError: This Trainer has trained already.
         """
-        world = World.of(None)
+        world = World.here()
         with world.together("starting to train"):
             self._check_first(resume_from_checkpoint)
             # Rank 0 keeps the key's file and the ledger; the others receive the key from it.
@@ -307,11 +306,10 @@ class LambdaCGDTrainer(_Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """What a callback asks for on one rank happens on all: who saves or stops alone would wait for the others."""
-        if self.private is not None and self.private.world.many:
-            asked = torch.tensor([getattr(self.control, name) for name in _ASKED], device=self.args.device).int()
-            dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.private.world.group)
-            for name, found in zip(_ASKED, asked.tolist(), strict=True):
-                setattr(self.control, name, bool(found))
+        if self.private is not None:
+            asked = self.private.world.gather([getattr(self.control, name) for name in _ASKED])
+            for name, by_rank in zip(_ASKED, zip(*asked, strict=True), strict=True):
+                setattr(self.control, name, any(by_rank))
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -384,23 +382,22 @@ class LambdaCGDTrainer(_Trainer):
         Raises:
             TrainingError: Something other than the run has changed the weights.
         """
-        if self.private is not None:
-            self._enter_release(self.private)
+        private = self.private
+        if private is not None:
+            private.cycle.refuse_half_done()
+            private.weights.check()  # before anything is written: no weights without their card
+            if self.model is not private.model:
+                other = "trainer.model is not the model that this run has trained"
+                raise TrainingError(f"{other}: its card is not the run's")
+            if self.is_world_process_zero():  # which keeps the ledger
+                trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+                private.run.release(private.steps_taken, digest=content_digest(trained), kind="save_model")
         super().save_model(output_dir, _internal_call=True)
-        if self.private is not None and self.args.should_save:
+        if private is not None and self.args.should_save:
             folder = Path(self.args.output_dir if output_dir is None else output_dir)
-            write_card(self.private.card(), folder)
+            write_card(private.card(), folder)
             if not _internal_call:  # a release: the pickled arguments may hold a token and name places of ours
                 (folder / "training_args.bin").unlink(missing_ok=True)
-
-    def _enter_release(self, private: Private) -> None:
-        private.cycle.refuse_half_done()
-        private.weights.check()  # before anything is written: no weights without their card
-        if self.model is not private.model:
-            raise TrainingError("trainer.model is not the model that this run has trained: its card is not the run's")
-        if self.is_world_process_zero():  # which keeps the ledger
-            trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-            private.run.release(private.steps_taken, digest=content_digest(trained), kind="save_model")
 
     # --- what is refused whatever is given ---------------------------------------------------------------------------
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lambdacgd.clipping.probe import fingerprints
 from lambdacgd.errors import InvalidInput
 from lambdacgd.integrations import shared
 from lambdacgd.integrations.shared import LogicalBatch
 from lambdacgd.planning import Plan
 from lambdacgd.training import CheckpointError, Private, TrainingError, privatize
 from lambdacgd.training.checkpoint import read, save
-from lambdacgd.training.distributed.models import fingerprint
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.step import check_is_plan
 
@@ -107,7 +107,7 @@ class Privatising(_Base):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        world = World.of(None)
+        world = World.here()
         with world.together("starting to train"):
             check_trainer(trainer, self.plan)
             check_module(self.lightning_module, self.optimizers)
@@ -200,10 +200,10 @@ class Privatising(_Base):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Weights of the run's checkpoint are in place already; what else the module holds comes now."""
         parameters = () if self.private is None else tuple(self.private.model.parameters())
-        before = fingerprint(parameters)
+        before = fingerprints(parameters)
         with self._may_load():
             super().load_model_state_dict(checkpoint, strict)
-        if self._fitting and fingerprint(parameters) != before:
+        if self._fitting and fingerprints(parameters) != before:
             raise TrainingError("on_load_checkpoint changed weights of the run: load others before fit, with earlier")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

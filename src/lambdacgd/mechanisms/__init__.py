@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
-from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms.base import (
     PREFIX_SUM,
     Auto,
@@ -16,6 +14,7 @@ from lambdacgd.mechanisms.base import (
     Mechanism,
     Objective,
     Workload,
+    from_dict,
 )
 from lambdacgd.mechanisms.error import Sensitivity, error_norms, maxse, rmse, sensitivity
 from lambdacgd.mechanisms.families import BISR, BSR, Diagonal, GammaBIFR, Identity, LambdaCGD
@@ -36,18 +35,11 @@ def mechanism_from_dict(data: dict[str, Any]) -> Mechanism:
         The mechanism.
 
     Raises:
-        InvalidInput: the name is not that of a mechanism of this package.
-        ValueError: a parameter is not known, or its value cannot be used.
+        InvalidInput: the name is not that of a mechanism of this package, or a parameter is not known.
+        ValueError: the value of a parameter cannot be used.
     """
-    given = dict(data)
-    name = given.pop("name", None)
-    if name not in MECHANISMS:
-        choices = f"it must be one of {', '.join(MECHANISMS)}; files hold none of your own: plan anew with lc.plan"
-        raise InvalidInput("mechanism", name, choices)
-    known = {f.name for f in fields(MECHANISMS[name])}
-    if unknown := set(given) - known:
-        raise ValueError(f"mechanism {name} has no parameter {', '.join(sorted(unknown))}; it takes {sorted(known)}")
-    return MECHANISMS[name](**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+    made: Mechanism = from_dict("mechanism", MECHANISMS, data)
+    return made
 
 
 __all__ = [

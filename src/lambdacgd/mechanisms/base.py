@@ -383,6 +383,18 @@ def _short(value: float) -> str:
     return text if value >= 1 or float(text) < 1 else repr(value)
 
 
+def from_dict(kind: str, classes: dict[str, type[Any]], data: dict[str, Any]) -> Any:
+    """Make the mechanism or sampling (``kind``) that ``to_dict`` described, or refuse what does not describe one."""
+    given = dict(data)
+    name = given.pop("name", None)
+    if name not in classes:
+        known = f"it must be one of {', '.join(classes)}; files hold none of your own: plan anew with lc.plan"
+        raise InvalidInput(kind, name, known)
+    if unknown := sorted(set(given) - {f.name for f in fields(classes[name])}):
+        raise InvalidInput(unknown[0], f"The {kind} {name} has no parameter {', '.join(unknown)}.")
+    return classes[name](**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+
+
 def check_automatic(mechanism: Mechanism, parameter: str, objective: str | None) -> None:
     """Check a parameter that is a number in [0, 1) or "auto", and the objective that "auto" is chosen by."""
     value = getattr(mechanism, parameter)

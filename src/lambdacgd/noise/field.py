@@ -1,7 +1,7 @@
 """The noise field: z[step, element], standard normal, a pure function of the secret key and the run id.
 
-Two classes correlate it over steps: ``RegeneratedNoise``, here, computes the past again; ``BufferedNoise`` stores it.
-The last part of this file computes the field on a CPU. It is also the oracle of the GPU's kernel.
+Two classes correlate it over steps: ``RegeneratedNoise`` computes the past again, ``BufferedNoise`` stores it. The last
+part of this file computes the field on a CPU. It is also the oracle of the GPU's kernel.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, NoReturn, Self
 import numpy as np
 import torch
 
-from lambdacgd.errors import NonFiniteSum, integer
+from lambdacgd.errors import NonFiniteSum
 from lambdacgd.keys import SecretKey, keystream_into
-from lambdacgd.mechanisms.base import BandedInverse, Mechanism, Recurrence
+from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz, Mechanism, Recurrence
 from lambdacgd.noise.cuda import CudaBackend, Launch
 from lambdacgd.noise.layout import (
     FINENESS,
@@ -38,9 +38,17 @@ from lambdacgd.noise.layout import (
     combined_scale,
     match,
 )
-from lambdacgd.torch_private import foreach_norm
+from lambdacgd.torch_private import (
+    foreach_add_,
+    foreach_div_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_norm,
+    foreach_zero_,
+)
 
 Bands = Sequence[tuple[int, float]]  #: (field step, coefficient) pairs
+Vectors = list[torch.Tensor]  # one tensor for each tensor of the layout, in its order
 
 
 class NoiseError(RuntimeError):
@@ -76,21 +84,6 @@ class NoiseField:
         self._bad = False
         self._seen: tuple[Any, ...] | None = None  # the last CUDA tensors' fingerprint, and their launches
         self._launches: list[tuple[CudaBackend, list[Launch]]] = []
-
-    def fill_(self, tensors: Tensors, step: int, *, offsets: Offsets = None) -> None:
-        """Overwrite the tensors with z[step]: for tests. Sums get their noise from RegeneratedNoise or BufferedNoise.
-
-        Args:
-            tensors: float32 or float64 tensors named as in the layout.
-            step: Which of the field's steps, from 1.
-            offsets: For each tensor that is a shard, the row-major index of its first element in the whole tensor.
-
-        Raises:
-            ValueError: ``step`` is not an integer from 1, or a tensor does not fit the layout.
-            TypeError: A tensor is of another type.
-        """
-        step = integer("step", step, maximum=UNIT.horizon)
-        self.apply(match(self.layout, tensors, offsets=offsets), UNIT, step, read=False)
 
     def agree(self, recurrence: Recurrence, combination: Combination) -> None:
         """Noise and its later cancellation are one function: a field serves one set of terms, fixed at first use.
@@ -306,6 +299,88 @@ class RegeneratedNoise(CorrelatedNoise):
 
     def _add(self, step: int | torch.Tensor, sums: Tensors, offsets: Offsets) -> None:
         self.field.add_(sums, offsets, self._combination, step)
+
+
+class BufferedNoise(CorrelatedNoise):
+    """Adds ζσ·d_t·x_t to clipped sums, x = C⁻¹z by the mechanism's recurrence, from stored vectors.
+
+    It is for mechanisms whose past cannot be computed again from the last few fields.
+    Serves ``BandedStrategy`` (BSR, BandMF: the last p−1 outputs) and ``BufferedToeplitz`` (BLT: one vector a buffer).
+    The arguments are those of ``CorrelatedNoise``.
+
+    Steps are meant to come in order. Any other step first rebuilds the buffers from the field, so the noise of a step
+    never depends on what was asked before.
+
+    Guarantee
+    ---------
+    As for ``RegeneratedNoise``, except for memory: vectors of the gradients' size, in float64, are stored beside the
+    sums. Nothing of them is part of any saved state.
+    """
+
+    serves: tuple[type, ...] = (BandedStrategy, BufferedToeplitz)
+
+    def __init__(self, field: NoiseField, recurrence: Recurrence, **terms: Any) -> None:
+        super().__init__(field, recurrence, **terms)
+        self._store: list[Vectors] = []  # the newest first, or buffer by buffer for BLT
+        self._next: int | None = None  # the step the store is ready for
+        self._signature: object = None
+
+    def _add(self, step: int | torch.Tensor, sums: Tensors, offsets: Offsets) -> None:
+        if isinstance(step, torch.Tensor):
+            raise TypeError("buffered noise needs its step as an int: its buffers advance with every call")
+        jobs = match(self.field.layout, sums, offsets=offsets)
+        self._prepare(jobs, step)
+        self._next = None  # until the step is done: one that fails half-way leaves buffers that must be made again
+        scale, lattice = self._combination.scale_at(step), self._combination.lattice_at(step)
+        results = list(foreach_mul(self._advance(jobs, step), scale))
+        for job, result in zip(jobs, results, strict=True):
+            result.add_(job.tensor).add_(lattice).sub_(lattice)  # in float64: only lattice points become float32
+            job.tensor.copy_(result)
+        self.field.flag([job.tensor for job in jobs])
+        self._next = step + 1
+
+    def _prepare(self, jobs: Sequence[Job], step: int) -> None:
+        """Make the buffers ready for this step: from the field alone, unless they are."""
+        signature = [(job.tensor.shape, job.tensor.device, job.offset) for job in jobs]
+        start = step - self._combination.since(step) + 1  # the first step after the last restart
+        if self._next == step != start and signature == self._signature:
+            return
+        self._next = None
+        if signature != self._signature:
+            self._store = [self._vectors(jobs) for _ in range(self.recurrence.past_vectors)]
+            self._signature = signature
+        for vectors in self._store:
+            foreach_zero_(vectors)
+        for past in range(start, step):
+            self._advance(jobs, past)
+
+    def _vectors(self, jobs: Sequence[Job]) -> Vectors:
+        return [torch.empty(job.tensor.shape, dtype=torch.float64, device=job.tensor.device) for job in jobs]
+
+    def _field(self, jobs: Sequence[Job], step: int) -> Vectors:
+        z = self._vectors(jobs)
+        self.field.apply([Job(j.entry, v, j.offset) for j, v in zip(jobs, z, strict=True)], UNIT, step, read=False)
+        return z
+
+    def _advance(self, jobs: Sequence[Job], step: int) -> Vectors:
+        """x_t of the step; moves the store on to the next step."""
+        x, recurrence = self._field(jobs, step), self.recurrence
+        if isinstance(recurrence, BufferedToeplitz):
+            for weight, vectors in zip(recurrence.weights, self._store, strict=True):
+                foreach_add_(x, vectors, alpha=-weight)
+            for decay, vectors in zip(recurrence.decays, self._store, strict=True):
+                foreach_mul_(vectors, decay)
+                foreach_add_(vectors, x)
+            return x
+        assert isinstance(recurrence, BandedStrategy)
+        for c, vectors in zip(recurrence.coefficients[1:], self._store, strict=True):
+            foreach_add_(x, vectors, alpha=-c)
+        foreach_div_(x, recurrence.coefficients[0])
+        if self._store:
+            self._store.insert(0, self._store.pop())
+            for kept, value in zip(self._store[0], x, strict=True):
+                kept.copy_(value)
+        return x
 
 
 # --- On a CPU: keystream from OpenSSL, the Gaussian transform by torch in float64, in pieces that stay in cache -------

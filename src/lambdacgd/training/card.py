@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from lambdacgd.accounting import Certificate, accountant_for
 from lambdacgd.accounting.certificate import DELTA_SHARE, set_aside
 from lambdacgd.accounting.floating_point import FloatingPointCost
 from lambdacgd.accounting.gaussian import gaussian_epsilon
-from lambdacgd.errors import CheckpointError, InvalidInput, at_least, brief, rounded_up
+from lambdacgd.errors import CheckpointError, InvalidInput, at_least, brief, counted, rounded_up
 from lambdacgd.files import read_json, write_new
-from lambdacgd.planning import Plan, html_table
+from lambdacgd.planning import Plan, html_table, plain
 from lambdacgd.sampling import BallsInBins
 from lambdacgd.version import __version__
 
@@ -137,14 +137,9 @@ class History:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> History:
-        """The history that ``to_dict`` wrote."""
+        """The history that a checkpoint holds."""
         runs = tuple((float(epsilon), float(delta)) for epsilon, delta in saved["runs"])
         return cls(runs, saved["declared"], saved["changed"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain facts for a checkpoint; ε = inf as a string, which JSON can hold."""
-        runs = [[_finite(epsilon), delta] for epsilon, delta in self.runs]
-        return {"runs": runs, "declared": self.declared, "changed": self.changed}
 
     def resumed(self, saved: History) -> History:
         """What holds when a run declared as ``self`` goes on from a checkpoint whose history is ``saved``.
@@ -154,7 +149,8 @@ class History:
         """
         both = (self.runs or self.declared) and (saved.runs or saved.declared)
         if both and self.runs != saved.runs:
-            raise CheckpointError(f"{_counted(saved.runs)} declared first, {_counted(self.runs)} now: give the same")
+            first, now = (counted(len(each.runs), "earlier run") for each in (saved, self))
+            raise CheckpointError(f"{first} declared first, {now} now: give the same")
         # A declaration where there was none: whoever gives it vouches for it. The larger list counts.
         runs = max(self.runs, saved.runs, key=len)
         return History(runs, self.declared or saved.declared, self.changed or saved.changed)
@@ -162,13 +158,10 @@ class History:
     @property
     def text(self) -> str:
         """A sentence for the card."""
+        runs = counted(len(self.runs), "earlier run")
         if self.declared:
-            return f"{_counted(self.runs)}, added up in ε and δ" if self.runs else "declared: no private data"
-        return NOT_DECLARED + (f"; {_counted(self.runs)} among it, added up in ε and δ" if self.runs else "")
-
-
-def _counted(runs: tuple[tuple[float, float], ...]) -> str:
-    return f"{len(runs) or 'no'} earlier run" + ("" if len(runs) == 1 else "s")
+            return f"{runs}, added up in ε and δ" if self.runs else "declared: no private data"
+        return NOT_DECLARED + (f"; {runs} among it, added up in ε and δ" if self.runs else "")
 
 
 def _read_card(given: GivenCard) -> Mapping[str, Any]:
@@ -253,44 +246,41 @@ def card(
         replaced = math.inf, 1.0, "no claim"
     else:
         replaced = _in_and_out(epsilon, delta) if history.runs else replace_one(plan)
+    # Over what noise is correlated, and how often the examples are dealt out: the claim holds for nothing else.
+    correlation = f"within an epoch: bins are redrawn and noise restarts every {plan.restart_every} steps (fresh bins)"
+    if plan.restart_every is None:
+        dealt = ", bins drawn once and kept (fixed bins)" if isinstance(plan.sampling, BallsInBins) else ""
+        correlation = f"over all {plan.steps} steps{dealt}"
     facts = {
         "format": FORMAT,
         "library": f"lambdacgd {__version__}",
         "claim": KEY_FOR_TESTS if key_for_tests else _claim(plan, history),
-        "epsilon": _finite(epsilon),
+        "epsilon": epsilon,
         "delta": delta,
-        "this_run": {"epsilon": _finite(own[0]), "delta": own[1]},
-        "earlier_runs": [{"epsilon": _finite(e), "delta": d} for e, d in history.runs],
+        "this_run": {"epsilon": own[0], "delta": own[1]},
+        "earlier_runs": [{"epsilon": e, "delta": d} for e, d in history.runs],
         "history": history.text,
         "history_declared": history.declared,
         "changed_between_steps": history.changed,
         "adjacency": "zero-out of one example; the number of examples, of bins and the example ids are public",
-        "replace_one": {"epsilon": _finite(replaced[0]), "delta": replaced[1], "reading": replaced[2]},
+        "replace_one": {"epsilon": replaced[0], "delta": replaced[1], "reading": replaced[2]},
         "mechanism": plan.mechanism.to_dict(),
         "sampling": plan.sampling.to_dict(),
-        "correlation": _correlation(plan),
+        "correlation": correlation,
         "sigma": plan.sigma,
-        "max_grad_norm": _finite(settings["max_grad_norm"]),
+        "max_grad_norm": settings["max_grad_norm"],
         "clipping": settings["clipping_mode"],
         "augmentations": settings["augmentations"],
         "objective": LOSS_CHECKED if loss_checked else LOSS_NOT_CHECKED,
         "batch_size": plan.batch_size,
         "requested_batch_size": plan.requested_batch_size,
         "steps": {"planned": plan.steps, "taken": steps_taken, "note": "the claim is that of all planned steps"},
-        "floating_point": floating_point and floating_point.to_dict() | {"note": FLOATING_POINT},
-        "certificate": {key: _finite(value) for key, value in plan.certificate.to_dict().items()},
+        "floating_point": floating_point and asdict(floating_point) | {"note": FLOATING_POINT},
+        "certificate": plan.certificate.to_dict(),
         "plan_digest": plan.digest,
         "not_covered": list(NOT_COVERED),
     }
-    return Card(facts)
-
-
-def _correlation(plan: Plan) -> str:
-    """Over what noise is correlated, and how often the examples are dealt out: the claim holds for nothing else."""
-    if plan.restart_every is not None:
-        return f"within an epoch: bins are redrawn and noise restarts every {plan.restart_every} steps (fresh bins)"
-    dealt = ", bins drawn once and kept (fixed bins)" if isinstance(plan.sampling, BallsInBins) else ""
-    return f"over all {plan.steps} steps{dealt}"
+    return Card(plain(facts))
 
 
 def _claim(plan: Plan, history: History) -> str:
@@ -304,19 +294,18 @@ def _claim(plan: Plan, history: History) -> str:
     if not history.runs:
         return own
     epsilon, delta = (sum(parts) for parts in zip(*history.runs, (plan.epsilon, plan.delta), strict=True))
-    before = _counted(history.runs)
+    before = counted(len(history.runs), "earlier run")
     together = f"({at_least(epsilon)}, {at_least(delta)})-differentially private together with {before}"
     return f"{together} on these weights; the last: {own}"
 
 
-def _finite(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def write_card(facts: dict[str, Any], folder: Path) -> None:
     """Write the card into a folder, for machines and for people. One that is there is replaced."""
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows_of(facts))
+    rest = "\n".join(f"- {item}" for item in facts["not_covered"])
+    page = f"# Privacy card\n\n| | |\n|---|---|\n{table}\n\nNot covered:\n\n{rest}\n"
     text = json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
-    for name, content in ((CARD_JSON, text), (CARD_MARKDOWN, to_markdown(facts))):
+    for name, content in ((CARD_JSON, text), (CARD_MARKDOWN, page)):
         (folder / name).unlink(missing_ok=True)
         write_new(folder / name, [content.encode()], mode=PUBLIC)
 
@@ -343,13 +332,6 @@ def rows_of(facts: dict[str, Any]) -> list[tuple[str, Any]]:
         ("Certificate", facts["certificate"]["method"]),
         ("Made by", facts["library"]),
     ]
-
-
-def to_markdown(facts: dict[str, Any]) -> str:
-    """The same facts for people."""
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows_of(facts))
-    rest = "\n".join(f"- {item}" for item in facts["not_covered"])
-    return f"# Privacy card\n\n| | |\n|---|---|\n{table}\n\nNot covered:\n\n{rest}\n"
 
 
 def _floating_point(cost: dict[str, Any] | None) -> str:

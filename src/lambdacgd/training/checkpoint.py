@@ -27,6 +27,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,11 @@ def save(
     run_id = private.run.id
     reshard(private.model)
     with world.together("saving"):
-        check_savable(private)
+        private.check_whole()
+        if not private.between_steps:
+            raise CheckpointError(f"step {private.cycle.current} is under way: checkpoints exist between logical steps")
+        private.check_own_weights()
+        private.run.check_ledger()
         private.note_changes()
     private.compare_weights()
     all_generators = world.gather(generators())
@@ -212,7 +217,7 @@ def identity(private: Private) -> dict[str, Any]:
         **private.settings,
         "noise": NOISE_FORMAT,
         "key": private.run.key.fingerprint(),
-        "history": private.history.to_dict(),
+        "history": asdict(private.history),
     }
 
 
@@ -225,15 +230,6 @@ def check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
         both = {name: f"saved {shown(saved.get(name), 16)}, here {shown(current[name], 16)}" for name in differs}
         lines = [f"\n- {_MEANING[name]} ({values})" for name, values in both.items()]
         raise CheckpointError("this checkpoint does not belong here. What differs:" + "".join(lines))
-
-
-def check_savable(private: Private) -> None:
-    """Refuse to save within a step, with averaged weights in the model, or what nobody could resume."""
-    private.check_whole()
-    if not private.between_steps:
-        raise CheckpointError(f"step {private.cycle.current} is under way: checkpoints exist between logical steps")
-    private.check_own_weights()
-    private.run.check_ledger()
 
 
 # --- a run's state, and going on from it -----------------------------------------------------------------------------
@@ -314,8 +310,16 @@ def _newest(private: Private | None, folder: Path) -> tuple[Path, dict[str, Any]
     steps = _steps(folder)
     if not steps:
         raise CheckpointError(f"there is no checkpoint in {folder}")
-    with _damage(steps[-1]):
-        return steps[-1], _read_facts(steps[-1])
+    source = steps[-1]
+    with _damage(source):
+        _names(source)
+        facts: dict[str, Any] = read_json(source / FACTS, most=MOST_JSON)
+        if facts["format"] != FORMAT:
+            raise CheckpointError(f"{source} is of format {shown(facts['format'], 40)}: use the version that wrote it")
+        kinds = {"run": str, "step": int, "identity": dict, "state": dict, "sharded": dict}
+        if any(type(facts[name]) is not kind for name, kind in kinds.items()) or facts["step"] < 0:
+            raise ValueError("run.json")
+        return source, facts
 
 
 @contextlib.contextmanager
@@ -411,17 +415,6 @@ def _write_facts(draft: Path, facts: dict[str, Any], written: list[Written]) -> 
     digests[FACTS] = write_new(draft / FACTS, [content])
     sync_folder(draft)
     return _joined(digests)
-
-
-def _read_facts(folder: Path) -> dict[str, Any]:
-    _names(folder)
-    facts: dict[str, Any] = read_json(folder / FACTS, most=MOST_JSON)
-    if facts["format"] != FORMAT:
-        raise CheckpointError(f"{folder} is of format {shown(facts['format'], 40)}: use the version that wrote it")
-    kinds = {"run": str, "step": int, "identity": dict, "state": dict, "sharded": dict}
-    if any(type(facts[name]) is not kind for name, kind in kinds.items()) or facts["step"] < 0:
-        raise ValueError("run.json")
-    return facts
 
 
 def _names(folder: Path) -> list[str]:

@@ -86,7 +86,7 @@ def check_no_repeats(dataset: Any) -> None:
     A plan protects one item; what is in two is protected half as well. `Subset`, `ConcatDataset` and what Hugging Face
     datasets select or put together are looked into; what a dataset of one's own does inside is not seen.
     """
-    if not isinstance(dataset, (Subset, ConcatDataset)) and _selected(dataset) is None and _table(dataset) is None:
+    if not isinstance(dataset, (Subset, ConcatDataset)) and _rows(dataset) is None:
         return
     owners, index = _sources(dataset)
     most = int(index.max(initial=0)) + 1
@@ -104,18 +104,16 @@ def _sources(dataset: Any) -> np.ndarray:
         return _sources(dataset.dataset)[:, np.asarray(dataset.indices, dtype=np.int64)]
     if isinstance(dataset, ConcatDataset):
         return np.concatenate([_sources(part) for part in dataset.datasets], axis=1)
-    selected, table = _selected(dataset), _table(dataset)
-    if table is not None:
-        return table if selected is None else table[:, selected]
-    index = np.arange(len(dataset)) if selected is None else selected
-    return np.stack([np.full(len(index), id(dataset)), index])
+    rows = _rows(dataset)
+    return np.stack([np.full(len(dataset), id(dataset)), np.arange(len(dataset))]) if rows is None else rows
 
 
-def _table(dataset: Any) -> np.ndarray | None:
-    """Where the rows of a ``datasets.Dataset`` lie in memory, before any selection: to put them together, or to take
-    them from one table in two ways, copies none.
+def _rows(dataset: Any) -> np.ndarray | None:
+    """Where the rows of a ``datasets.Dataset`` lie in memory: to put them together, or to select them from one table in
+    two ways, copies none. None for other datasets, and where the first column is empty.
     """
     data: Any = getattr(dataset, "data", None)
+    chosen = getattr(dataset, "_indices", None)
     if not hasattr(dataset, "select") or not hasattr(data, "column") or not getattr(data, "num_columns", 0):
         return None
     parts = []
@@ -125,15 +123,8 @@ def _table(dataset: Any) -> np.ndarray | None:
             return None  # a column of nulls
         if len(chunk):
             parts.append(np.stack([np.full(len(chunk), hash(buffers)), chunk.offset + np.arange(len(chunk))]))
-    return np.concatenate(parts, axis=1) if parts else None
-
-
-def _selected(dataset: Any) -> np.ndarray | None:
-    """The rows that a ``datasets.Dataset`` has selected of its table, if it has."""
-    chosen = getattr(dataset, "_indices", None)
-    if chosen is None or not hasattr(dataset, "select") or not hasattr(chosen, "column"):
-        return None
-    return np.asarray(chosen.column(0).to_numpy(), dtype=np.int64)
+    table = np.concatenate(parts, axis=1) if parts else np.zeros((2, 0), dtype=np.int64)
+    return table if chosen is None else table[:, chosen.column(0).to_numpy().astype(np.int64)]
 
 
 # --- does a collate_fn keep examples apart? --------------------------------------------------------------------------

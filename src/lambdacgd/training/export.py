@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.files import sync_folder
+from lambdacgd.questions import verify
 from lambdacgd.training.card import PUBLIC, write_card
 from lambdacgd.training.checkpoint import frozen_names, write_tensors
 from lambdacgd.training.distributed.models import is_sharded, whole_state
 from lambdacgd.training.privatize import Private
-from lambdacgd.verifying import verify
 
 WEIGHTS = "model.safetensors"
 
@@ -52,7 +52,26 @@ def export(private: Private, path: str | os.PathLike[str], *, frozen: bool = Tru
     left_out = set() if frozen else frozen_names(model)
 
     def write(weights: dict[str, Tensor]) -> None:
-        _write(target, private, {name: value for name, value in weights.items() if name not in left_out})
+        facts = private.card()
+        if target.exists():
+            raise TrainingError(f"{target} exists; a release is never overwritten. Choose another name")
+        if math.isfinite(private.plan.epsilon):
+            verify(private.plan)  # the plan's file, its digest and the cache are anybody's to edit
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".{target.name}.draft")
+        shutil.rmtree(draft, ignore_errors=True)  # a killed process left it: weights that the ledger does not know
+        draft.mkdir()
+        try:
+            written = {name: value for name, value in weights.items() if name not in left_out}
+            digest = write_tensors(draft / WEIGHTS, written, mode=PUBLIC)
+            write_card(facts, draft)
+            sync_folder(draft)
+            private.run.release(private.steps_taken, digest=digest, kind="export")
+            os.rename(draft, target)
+            sync_folder(target.parent)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
 
     if any(is_sharded(p) for p in model.parameters()):
         with world.together("export"):
@@ -62,25 +81,3 @@ def export(private: Private, path: str | os.PathLike[str], *, frozen: bool = Tru
     elif world.first:
         write(whole_state(model, keep=True))
     return target
-
-
-def _write(target: Path, private: Private, weights: dict[str, Tensor]) -> None:
-    facts = private.card()
-    if target.exists():
-        raise TrainingError(f"{target} exists; a release is never overwritten. Choose another name")
-    if math.isfinite(private.plan.epsilon):
-        verify(private.plan)  # the plan's file, its digest and the cache are anybody's to edit
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)  # a killed process left it: weights that the ledger does not know
-    draft.mkdir()
-    try:
-        digest = write_tensors(draft / WEIGHTS, weights, mode=PUBLIC)
-        write_card(facts, draft)
-        sync_folder(draft)
-        private.run.release(private.steps_taken, digest=digest, kind="export")
-        os.rename(draft, target)
-        sync_folder(target.parent)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise

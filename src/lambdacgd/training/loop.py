@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lambdacgd.clipping import Clipper
+from lambdacgd.clipping.probe import fingerprints
 from lambdacgd.errors import CheckpointError, TrainingError, number
 from lambdacgd.torch_private import GIVEN_BY_SCALER, SCALES_BY_ITSELF, foreach_lerp_, version
 from lambdacgd.training.card import History
@@ -633,54 +634,44 @@ class Weights:
         self._parameters = list(model.parameters())
         self._ids = [id(p) for p in self._parameters]
         self._sharded = any(map(is_sharded, self._parameters))
-        # Frozen ones of other kinds (quantised, on no device) do not tell their bits.
-        self._plain = [
-            p
-            for p in self._parameters
-            if p.requires_grad or (type(p) is nn.Parameter and p.layout == torch.strided and not p.is_meta)
-        ]
-        self._bits: tuple[int, int] | None = None  # once the run has ended
+        self._bits: list[int] | None = None  # once the run has ended
         self._expected = self._counters()
 
     def _counters(self) -> dict[int, int]:
         now = map(local, self._parameters) if self._sharded else self._parameters
         return dict(zip(self._ids, map(version, now), strict=True))
 
-    def settle(self, changes: dict[int, int] | None = None) -> None:
-        """The weights are what the run made them. ``changes``: it wrote these only, which others had changed so often
-        before.
-        """
-        now = self._counters()
-        self._expected = now if changes is None else self._expected | {i: now[i] - n for i, n in changes.items()}
+    def settle(self) -> None:
+        """The weights are what the run made them."""
+        self._expected = self._counters()
 
     def seal(self) -> None:
         """The run ends: from now on anybody may change the weights, by any means."""
-        self._bits = models.fingerprint(map(local, self._plain))
+        self._bits = fingerprints(map(local, self._parameters))
 
     @contextlib.contextmanager
     def exchanged(self, parameters: Iterable[nn.Parameter]) -> Iterator[Callable[[], None]]:
         """A block in which other weights of the run stand in these parameters, and at its end the own ones again. It is
         given a function to call when the others are in place: they too are watched.
         """
-        now, written, bits = self._counters(), {id(p) for p in parameters}, self._bits
-        changes = {i: now[i] - n for i, n in self._expected.items() if i in written}
+        written, start, before, bits = {id(p) for p in parameters}, self._counters(), self._expected, self._bits
 
         def in_place() -> None:
-            self.settle(dict.fromkeys(written, 0))
+            self._expected = before | {i: n for i, n in self._counters().items() if i in written}
             if bits is not None:
                 self.seal()
 
         try:
             yield in_place
-        finally:
-            self.settle(changes)
+        finally:  # what others had changed before is changed still
+            self._expected = before | {i: before[i] + n - start[i] for i, n in self._counters().items() if i in written}
             self._bits = bits
 
     def changed(self) -> bool:
         """Whether something else wrote to a parameter since ``settle``."""
         if self._counters() != self._expected:
             return True
-        return self._bits is not None and self._bits != models.fingerprint(map(local, self._plain))
+        return self._bits is not None and self._bits != fingerprints(map(local, self._parameters))
 
     def check(self) -> None:
         """Raise unless the weights are those of the run's last step."""

@@ -55,7 +55,7 @@ class Noiser:
 
     def __init__(self, plan: Plan, key: SecretKey | None = None, *, max_grad_norm: float = 1.0) -> None:
         check_plan(plan)
-        if not World.of(None).first:
+        if not World.here().first:
             raise TrainingError("one Noiser a rank would be as many runs. Use it on rank 0, send what it returns")
         zeta = number("max_grad_norm", max_grad_norm, above=0)
         self.run = Run(key, plan=plan.digest)

@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,7 +59,6 @@ def privatize(
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     data_fingerprint: str | None = None,
     earlier: Iterable[GivenCard] | None = None,
-    process_group: Any = None,
 ) -> Private:
     """Bind a plan to a model, an optimizer and a map-style dataset. All three stay what they are, and so does the loop.
 
@@ -70,9 +70,9 @@ def privatize(
         optimizer.zero_grad()
     ```
 
-    Where ``torch.distributed`` is initialised, all ranks of ``process_group`` train one model: call it on each, with
-    the model wrapped in DistributedDataParallel, sharded by ``fully_shard``, or as it is. With ε = inf the same loop
-    runs without noise or clipping, for debugging, and says so.
+    Where ``torch.distributed`` is initialised, all ranks train one model: call it on each, with the model wrapped in
+    DistributedDataParallel, sharded by ``fully_shard``, or as it is. With ε = inf the same loop runs without noise or
+    clipping, for debugging, and says so.
 
     Args:
         model: Any module whose layers keep examples apart. It is trained in place.
@@ -104,7 +104,6 @@ def privatize(
         earlier: Privacy cards of runs whose weights this one begins with (dictionaries, paths of
             ``privacy-card.json`` or of export folders); this run's card adds them up. ``[]`` declares that the weights
             have seen no private data. None declares nothing, and the card says so.
-        process_group: The ranks that train together; by default all.
 
     Returns:
         The run: its loader, position, checkpoints, and the way back (``detach``).
@@ -114,7 +113,7 @@ def privatize(
         ClippingError: A layer of the model cannot be clipped per example.
         TrainingError: The ranks did not bring the same things.
     """
-    world = World.of(process_group)
+    world = World.here()
     with contextlib.ExitStack() as undo:  # gives model and optimizer back, unless all goes well
         with world.together("privatize"):
             check_plan(plan)
@@ -446,7 +445,7 @@ def _facts(private: Private, max_physical_batch_size: int | None) -> dict[str, A
         # With a data_fingerprint the user vouches for the data, also where reading it draws random numbers of its own.
         "sample": None if private.settings["data_fingerprint"] else sample_of(private.dataset),
         "max_physical_batch_size": max_physical_batch_size,
-        "earlier": private.history.to_dict(),
+        "earlier": asdict(private.history),
         "device": private.clipper.anchor.device.type,
         "sharded modules": [path for path, _ in models.fsdp_modules(private.model)],
         "version": __version__,

@@ -38,7 +38,7 @@ class Run:
         if self.key.is_for_tests:
             claims_nothing = "NOT PRIVATE: everybody can compute a key of SecretKey.for_tests: this run claims nothing"
             warnings.warn(claims_nothing, NotPrivateWarning, stacklevel=3)
-        self.world = World(None) if world is None else world
+        self.world = World() if world is None else world
         #: The fingerprint of the key that this rank was given, if it was given one.
         self.given = None if key is None else key.fingerprint()
         self._plan = plan

@@ -67,10 +67,11 @@ class PrivateStep:
     def __call__(self, clipper: Clipper, step: int | Tensor, *, check: bool = True) -> None:
         """Turn the sums that the clipper has gathered of the step's whole batch into gradients, noised once.
 
-        With ``check`` it waits for the device and raises ``NonFiniteSum`` before the weights change. Without, ``step``
+        With ``check`` it raises ``NonFiniteSum`` before the weights change. On CUDA the host then waits for the norms
+        where the sums follow from them alone (`BackwardPass.hopes`), elsewhere for the noised sums. Without, ``step``
         may be an int64 tensor of one element on CUDA, for graphs.
         """
-        late = check and self._repeats  # the host waits once, behind all that it has to queue
+        late = check and self._repeats and clipper.hopes
         if not late:
             clipper.settle()
         sums = clipper.gathered()  # Σ_i clip(g_i, ζ)
@@ -85,8 +86,6 @@ class PrivateStep:
             with contextlib.suppress(NonFiniteSum):
                 self.noise.check()
             return self(clipper, step)
-        if late:
-            self.noise.check()
         clipper.zero()
 
     def add_noise_(self, sums: Mapping[str, Tensor], step: int | Tensor, *, check: bool = True) -> None:

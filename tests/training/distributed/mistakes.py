@@ -258,7 +258,7 @@ def weights_changed_on_one_rank(rank: int) -> None:
 
 @mistake
 def sums_of_different_steps(rank: int) -> None:
-    all_reduce_({"w": torch.ones(3)}, 7 + rank, World.of(None))
+    all_reduce_({"w": torch.ones(3)}, 7 + rank, World.here())
 
 
 def _drifted(kind: str, rank: int) -> None:

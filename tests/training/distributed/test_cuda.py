@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import lambdacgd as lc
 from lambdacgd.noise import NoiseField
 from lambdacgd.training import privatize
+from tests.noise.helpers import fill
 from tests.training import oracle
 from tests.training.distributed import jobs, traffic
 
@@ -100,7 +101,7 @@ def test_the_noise_of_shards_is_the_noise_of_the_whole(mesh):
     private = privatize(model, optimizer, jobs.data(torch.float32), jobs.plan(), max_grad_norm=1.0, key=oracle.key())
     field = NoiseField(oracle.key(), private.private_step.layout, run_id=jobs.RUN)
     whole = {name: torch.zeros(p.shape) for name, p in private.clipper.parameters.items()}
-    field.fill_(whole, 3)
+    fill(field, whole, 3)
     for ranks in (1, 2, 3):
         for rank in range(ranks):
             parts, offsets = {}, {}
@@ -109,7 +110,7 @@ def test_the_noise_of_shards_is_the_noise_of_the_whole(mesh):
                 part = whole[name][rank * rows : (rank + 1) * rows]
                 parts[name] = torch.zeros(part.shape, device="cuda")
                 offsets[name] = min(rank * rows, p.shape[0]) * math.prod(p.shape[1:])
-            NoiseField(oracle.key(), private.private_step.layout, run_id=jobs.RUN).fill_(parts, 3, offsets=offsets)
+            fill(NoiseField(oracle.key(), private.private_step.layout, run_id=jobs.RUN), parts, 3, offsets=offsets)
             for name, part in parts.items():
                 rows = -(-whole[name].shape[0] // ranks)
                 torch.testing.assert_close(part.cpu(), whole[name][rank * rows : (rank + 1) * rows], rtol=0, atol=1e-5)

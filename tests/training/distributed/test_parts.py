@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lambdacgd.clipping.probe import fingerprints
 from lambdacgd.errors import TrainingError
 from lambdacgd.keys import SecretKey
 from lambdacgd.training.distributed import reduction
-from lambdacgd.training.distributed.models import Place, fingerprint
+from lambdacgd.training.distributed.models import Place
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.loop import cut
 from lambdacgd.training.run import Run
@@ -103,17 +104,17 @@ def test_buckets_keep_within_their_size(monkeypatch):
 
 def test_the_fingerprint_sees_a_bit_and_a_swap():
     p = [torch.randn(50, generator=torch.Generator().manual_seed(0)), torch.zeros(3, dtype=torch.bfloat16)]
-    before = fingerprint(p)
-    assert fingerprint(p) == before
+    before = fingerprints(p)
+    assert fingerprints(p) == before
     p[0].view(torch.int32)[7] ^= 1
-    assert fingerprint(p) != before
+    assert fingerprints(p) != before
     p[0].view(torch.int32)[7] ^= 1
     p[0][[1, 2]] = p[0][[2, 1]]
-    assert fingerprint(p) != before
+    assert fingerprints(p) != before
 
 
 def test_one_process_alone_speaks_to_nobody():
-    world = World(None)
+    world = World()
     assert world.gather(3) == [3]
     assert world.share(3) == 3
     assert world.from_first("x", lambda: 3) == 3
@@ -126,7 +127,7 @@ def test_one_process_alone_speaks_to_nobody():
 def test_a_key_that_could_not_be_sent_is_in_no_traceback(monkeypatch):
     """A network that fails is ordinary, and so are tracebacks that show local variables."""
     key = SecretKey.generate()
-    run = Run(key, world=World(None))
+    run = Run(key, world=World())
     run.world.size = 2
 
     def fails(*_, **__):

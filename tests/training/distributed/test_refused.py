@@ -96,14 +96,9 @@ def test_a_noiser_on_every_rank():
 def test_a_job_of_many_without_a_process_group(monkeypatch, sentence):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InvalidInput, match=sentence):
-        World.of(None)
+        World.here()
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert World.of(None).size == 1
-
-
-def test_a_process_group_that_is_none():
-    with pytest.raises(InvalidInput, match="init_process_group"):
-        World.of(object())
+    assert World.here().size == 1
 
 
 def test_a_process_group_that_came_after_privatize(monkeypatch):
@@ -126,7 +121,7 @@ def test_fsdp1_is_refused():
         pass
 
     with pytest.raises(InvalidInput, match="fully_shard"):
-        unwrap(nn.Sequential(FullyShardedDataParallel()), World(None))
+        unwrap(nn.Sequential(FullyShardedDataParallel()), World())
 
 
 def claim_of_a_run_for_tests() -> tuple[bool, str, str]:

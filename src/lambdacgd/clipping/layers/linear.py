@@ -147,16 +147,20 @@ def pad_to_fit(x: Tensor, geometry: dict[str, Any], out: tuple[int, ...]) -> Ten
     return F.pad(x, widths) if any(widths) else x
 
 
-def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str, Any], shape: torch.Size) -> Record:
-    """Record for a weight [response channels, image channels / groups, *kernel] used on patches of ``image``."""
+def patch_record(
+    name: str, image: Tensor, response: Tensor, geometry: dict[str, Any], shape: torch.Size, views: int
+) -> Record:
+    """Record for a weight [response channels, image channels / groups, *kernel] used on patches of ``image``. The
+    ``views`` of an example, neighbours, may come back added up.
+    """
     groups, kernel = geometry["groups"], geometry["kernel"]
     out = tuple(response.shape[2:])
     inner = shape.numel() // shape[0]
     examples, outer, positions = response.shape[0], response.shape[1], math.prod(out)
-    sizes = (examples, positions, inner, outer)
+    sizes = (examples // views, positions * views, inner, outer)
     one_by_one = all(step == 1 for step in (*kernel, *geometry["stride"]))
     if image.device.type == gpu.DEVICE and groups == 1 and not one_by_one and direct(sizes, patches=True):
-        formed = gpu.patch_gradients(image, response, geometry)
+        formed = gpu.patch_gradients(image, response, geometry, views)
         if formed is not None:
             return Stored(name, formed[0], formed[1])
     image, response = pad_to_fit(image, geometry, out), response.flatten(2)
@@ -186,7 +190,7 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
 
 
 def conv_records(
-    gradient: Tensor, x: Tensor, *, names: dict[str, str], geometry: dict[str, Any], shape: torch.Size
+    gradient: Tensor, x: Tensor, *, names: dict[str, str], geometry: dict[str, Any], shape: torch.Size, views: int
 ) -> list[Record]:
     records: list[Record] = []
     if "weight" in names:
@@ -194,10 +198,15 @@ def conv_records(
             x = F.pad(x, geometry["wrap"], mode=geometry["mode"])
         x, response = same_type(x, gradient)
         image, response = (response, x) if geometry["transposed"] else (x, response)
-        records.append(patch_record(names["weight"], image, response, geometry, shape))
+        records.append(patch_record(names["weight"], image, response, geometry, shape, views))
     if "bias" in names:
         records.append(Stored(names["bias"], gradient.flatten(2).sum(2, dtype=bounds.accumulator(gradient.dtype))))
     return records
+
+
+def _views(layer: Layer, x: Tensor) -> int:
+    """How many rows of ``x``, neighbours, are views of one example; 1 where it has other rows, too."""
+    return layer.backward_pass.views if x.shape[0] == layer.forward_pass.batch else 1
 
 
 def _geometry(m: Any) -> dict[str, Any]:
@@ -235,7 +244,7 @@ def conv(layer: Layer, input: Tensor) -> Tensor:
     if low is not None:
         x, weight, bias = x.to(low), weight.to(low), None if bias is None else bias.to(low)
     geometry = _geometry(m)
-    recorder = partial(conv_records, names=layer.names, geometry=geometry, shape=weight.shape)
+    recorder = partial(conv_records, names=layer.names, geometry=geometry, shape=weight.shape, views=_views(layer, x))
     # Padded by zeros, on both sides alike: what the geometry says is what the operation below computes.
     plain = m.padding_mode == "zeros" and m.padding != "same" and not computed(m)
     if not plain or x.dtype != weight.dtype or x.dim() != 2 + len(m.kernel_size):
@@ -257,5 +266,6 @@ def conv_transpose(layer: Layer, input: Tensor, output_size: Any = None) -> Tens
     m: nn.ConvTranspose2d = layer.module  # type: ignore[assignment]
     low = autocast_dtype(input)
     x = input if low is None else input.to(low)
-    recorder = partial(conv_records, names=layer.names, geometry=_geometry(m), shape=m.weight.shape)
+    how: dict[str, Any] = {"geometry": _geometry(m), "shape": m.weight.shape, "views": _views(layer, x)}
+    recorder = partial(conv_records, names=layer.names, **how)
     return tap(layer, layer.hidden(x, output_size), recorder, x)

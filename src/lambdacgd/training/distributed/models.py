@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lambdacgd.clipping import accumulator
+from lambdacgd.clipping.probe import fingerprints
 from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.torch_private import active_ddp, ddp_parameters, local_tensor, not_compiled
 from lambdacgd.training.distributed.world import World
@@ -81,21 +82,6 @@ def gathered(p: Any) -> Tensor:
     return moved.full_tensor()
 
 
-@torch.no_grad()
-def fingerprint(parameters: Iterable[Tensor]) -> tuple[int, int]:
-    """Two 64-bit numbers that change when a bit of a parameter changes; computed where the parameters are."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    plain, weighted = 0, 0
-    for p in parameters:
-        flat = p.detach().contiguous().view(-1)
-        for part in flat.view(kinds[flat.element_size()]).split(1 << 24):
-            bits = part.to(torch.int64)
-            place = 2 * torch.arange(bits.numel(), device=bits.device) + 1  # a shard may be empty
-            plain = (plain * 31 + int(bits.sum())) % (1 << 63)
-            weighted = (weighted * 37 + int((bits * place).sum())) % (1 << 63)
-    return plain, weighted
-
-
 class Place:
     """Rows of a parameter of shape [n, …]: rank r of ``ranks`` holds rows r·c … (r+1)·c with c = ⌈n/ranks⌉."""
 
@@ -156,8 +142,8 @@ def unwrap(model: Any, world: World) -> Any:
 def _check_ddp(model: DistributedDataParallel, world: World, parameters: dict[str, nn.Parameter]) -> None:
     ranks = dist.get_world_size(model.process_group)
     if ranks != world.size:
-        both = f"DistributedDataParallel wraps the model over {ranks} process(es), and process_group has {world.size}"
-        raise InvalidInput("process_group", f"{both}: pass the group that it was given.")
+        wrapped = f"DistributedDataParallel wraps the model over {ranks} of {world.size} processes"
+        raise InvalidInput("model", f"{wrapped}: wrap it over all.")
     if model.static_graph or model.mixed_precision:
         raise InvalidInput("model", "DistributedDataParallel has static_graph or mixed_precision. Leave them out.")
     known = {id(p) for p in ddp_parameters(model)}
@@ -174,7 +160,7 @@ def follow(model: nn.Module, given: Any, world: World, undo: contextlib.ExitStac
     ranks. The wrapper ``given``, and any that is put around ``model`` later (as accelerate does), is put into the state
     that ``no_sync()`` puts it in. A process that trains by itself has no process group, and its forward pass no hook.
     """
-    if world.group is None:
+    if not world.job:
         return
     silenced: set[int] = set()
     own = dict(model.named_parameters())  # as they are: in the clipper's first passes others stand in for them
@@ -201,7 +187,7 @@ def check_spread_as_before(model: nn.Module, sharded_modules: int, world: World)
     """Refuse a model that was sharded, or a job that was begun, since the run was bound."""
     if len(fsdp_modules(model)) != sharded_modules:
         raise TrainingError("fully_shard was called after privatize: shard, then make the optimizer, then privatize")
-    if world.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if not world.job and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise TrainingError(
             f"torch.distributed was initialised over {dist.get_world_size()} processes after privatize: each would "
             "train by itself. Call init_process_group() first, then wrap, then privatize"
@@ -213,15 +199,12 @@ def broadcast_(model: nn.Module, world: World) -> None:
     """Rank 0's parameters and buffers on every rank, as wrapping in DistributedDataParallel would do; shards stay."""
     if not world.many:
         return
-    seen: set[int] = set()
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    for tensor in tensors:
-        if id(tensor) not in seen and not is_sharded(tensor):
-            seen.add(id(tensor))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not is_sharded(tensor):
             held = tensor.detach()
             value = held.contiguous()
             # As bytes: process groups do not know every type (int16, float8).
-            dist.broadcast(value.reshape(-1).view(torch.uint8), src=world.source, group=world.group)
+            dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)
             if value is not held and not torch.equal(value, held):  # one that was expanded cannot be written
                 held.copy_(value)
 
@@ -234,16 +217,11 @@ def compare_weights(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
 
     Shards, which nobody else holds, cannot be compared: that the optimizers' settings agree keeps them together.
     """
-    if not world.many:
-        return
-    world.agree(f"after step {step}", optimizer_settings(parameters, optimizer), {})
-    gathered = world.gather((step, *fingerprint(p for p in parameters.values() if not is_sharded(p))))
-    odd = [rank for rank, own in enumerate(gathered) if own != gathered[0]]
-    if odd:
-        raise TrainingError(
-            f"after step {step} the weights of rank(s) {', '.join(map(str, odd[:4]))} have drifted apart: other "
-            "hardware or libraries, or weights changed by hand. Resume all from the newest checkpoint"
-        )
+    if world.many:
+        bits = fingerprints(p for p in parameters.values() if not is_sharded(p))
+        facts = optimizer_settings(parameters, optimizer) | {"steps taken": step, "weights": bits}
+        drifted = "They have drifted apart: other hardware or libraries, or weights changed by hand"
+        world.agree(f"after step {step}", facts, {"weights": f"{drifted}. Resume all from the newest checkpoint"})
 
 
 def optimizer_settings(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:

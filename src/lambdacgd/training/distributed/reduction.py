@@ -56,7 +56,7 @@ def all_reduce_(sums: dict[str, Tensor], step: int, world: World) -> None:
         return
     large = [t for t in sums.values() if t.numel() * t.element_size() >= BUCKET_BYTES and t.is_contiguous()]
     taken = {id(t) for t in large}
-    works = [dist.all_reduce(t, group=world.group, async_op=True) for t in large]
+    works = [dist.all_reduce(t, async_op=True) for t in large]
     flats: list[tuple[Tensor, list[Tensor]]] = []
     for members in _buckets(t for t in sums.values() if id(t) not in taken):
         like = members[0] if members else next(iter(sums.values()))
@@ -64,7 +64,7 @@ def all_reduce_(sums: dict[str, Tensor], step: int, world: World) -> None:
         if not flats:
             parts.append(torch.tensor(tag(step), dtype=like.dtype, device=like.device))
         flat = torch.cat(parts)
-        works.append(dist.all_reduce(flat, group=world.group, async_op=True))
+        works.append(dist.all_reduce(flat, async_op=True))
         flats.append((flat, members))
     for work in works:
         work.wait()
@@ -159,7 +159,15 @@ class ShardedTotals(Totals):
         tags += [receive() for receive in arriving]
         for received in torch.stack(tags).cpu().unbind(0) if tags else ():  # one wait for the device
             check_tag(received, self._step, self._world.size)
-        self._reduce_apart()
+        apart = {}
+        for name in self._apart:
+            total, p = self._sum_of(name), self._parameters[name]
+            if total is None:
+                total = torch.zeros(p.shape, dtype=accumulator(p.dtype), device=self.device)
+            apart[name] = total
+        if apart:
+            all_reduce_(apart, self._step, self._world)
+            self.filled.update(apart)
         self.failed = False
 
     def leave(self) -> None:
@@ -217,17 +225,6 @@ class ShardedTotals(Totals):
             start += place.chunk
         return group.received[-TAGS:].to(torch.float64)
 
-    def _reduce_apart(self) -> None:
-        sums = {}
-        for name in self._apart:
-            total, p = self._sum_of(name), self._parameters[name]
-            if total is None:
-                total = torch.zeros(p.shape, dtype=accumulator(p.dtype), device=self.device)
-            sums[name] = total
-        if sums:
-            all_reduce_(sums, self._step, self._world)
-            self.filled.update(sums)
-
     def _make_groups(self, model: nn.Module) -> list[Group]:
         by_owner: dict[tuple[Any, ...], list[Place]] = {}
         paths = sorted((path for path, _ in fsdp_modules(model)), key=len, reverse=True)
@@ -235,7 +232,7 @@ class ShardedTotals(Totals):
             owner = next((path for path in paths if path == "" or name.startswith(path + ".")), "")
             if place.ranks != self._world.size:
                 both = f"{name!r} is on a mesh of {place.ranks} processes, and {self._world.size} train together"
-                raise InvalidInput("model", f"{both}: shard over all of them, or pass process_group.")
+                raise InvalidInput("model", f"{both}: shard over all of them.")
             mesh = self._parameters[name].device_mesh  # type: ignore[attr-defined]
             by_owner.setdefault((owner, place.dtype, mesh), []).append(place)
         groups = []

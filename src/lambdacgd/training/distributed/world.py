@@ -20,37 +20,21 @@ Result = TypeVar("Result")
 
 
 class World:
-    """A process group, or one process alone (``group`` is then None and nothing is ever sent)."""
+    """All processes of a job, or one process alone: then it is in no ``job``, and nothing is ever sent."""
 
-    def __init__(self, group: Any | None) -> None:
-        # The job's own group is not held: whoever destroys it before the program ends must be the last to let go of it,
-        # because a thread of gloo that outlives Python aborts the process.
-        self._whole_job = group is not None and group is dist.group.WORLD
-        self._group = None if self._whole_job else group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
-        self.source = 0 if group is None else dist.get_global_rank(group, 0)  # rank 0's name in the whole job
+    def __init__(self, *, job: bool = False) -> None:
+        self.job = job
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if job else (0, 1)
 
     @classmethod
-    def of(cls, process_group: Any | None) -> World:
-        """The world of a process group; by default the whole job's, if ``torch.distributed`` is initialised."""
-        if not (dist.is_available() and dist.is_initialized()):
-            if process_group is not None:
-                raise InvalidInput("process_group", "Call torch.distributed.init_process_group() first.")
-            if int(os.environ.get("WORLD_SIZE") or "1") > 1:
-                alone = f"This is one of {os.environ['WORLD_SIZE']} processes, which do not know each other"
-                how = "Call torch.distributed.init_process_group() before privatize, so that they train one model"
-                raise InvalidInput("process_group", f"{alone}. {how}; or unset WORLD_SIZE.")
-            return cls(None)
-        group = dist.group.WORLD if process_group is None else process_group
-        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-            raise InvalidInput.of_type("process_group", group, "a process group that this process belongs to")
-        return cls(group)
-
-    @property
-    def group(self) -> Any | None:
-        """The process group; None where this process is alone."""
-        return dist.group.WORLD if self._whole_job else self._group
+    def here(cls) -> World:
+        """The world of this process: the job's, if ``torch.distributed`` is initialised."""
+        job = dist.is_available() and dist.is_initialized()
+        if not job and int(os.environ.get("WORLD_SIZE") or "1") > 1:
+            alone = f"This is one of {os.environ['WORLD_SIZE']} processes, which do not know each other"
+            how = "Call torch.distributed.init_process_group() before privatize, so that they train one model"
+            raise InvalidInput("process_group", f"{alone}. {how}; or unset WORLD_SIZE.")
+        return cls(job=job)
 
     @property
     def many(self) -> bool:
@@ -66,7 +50,7 @@ class World:
         if not self.many:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value)
         return values
 
     def share(self, value: Any) -> Any:
@@ -74,7 +58,7 @@ class World:
         if not self.many:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=self.source, group=self.group)
+        dist.broadcast_object_list(box)
         return box[0]
 
     @contextlib.contextmanager
@@ -121,7 +105,7 @@ class World:
         try:
             if self.first:
                 box.copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
-            dist.broadcast(box, src=self.source, group=self.group)
+            dist.broadcast(box, src=0)
             return SubKey(box.tolist())
         finally:
             box.zero_()  # also if sending failed: the error's traceback holds this tensor

@@ -1,64 +1,20 @@
-"""What the last bits of released numbers tell: attacks on floating point, which no accountant of real numbers sees.
+"""Attacks on floating point: what the last bits of released numbers tell, which no accountant of real numbers sees.
 
 All of them know two candidates for a sum, g and 0, and ask which of them, taken off the release, leaves something that
 the noise generator can have made. They need neither the key nor little noise. What stands in their way is the lattice
-on which sum plus noise is released (`docs/noise-proof.md`). Without it they win: tests show that.
+on which sum plus noise is released (`docs/noise-proof.md`). Without it they win.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
-import torch
-from scipy import stats
+from numpy.typing import NDArray
 
-from lambdacgd.auditing.bounds import Array, bound_of_counts
 from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, PAIRS
-from lambdacgd.planning import Plan
-from lambdacgd.training.noiser import Noiser
 
-ELEMENTS = 200 * GROUP_ELEMENTS
-HALF = 50  # trials with g, and as many with 0
-
-
-def floating_point(plan: Plan, rng: np.random.Generator) -> dict[str, Any]:
-    """Guess from first releases whether a gradient g of norm ζ = 1 was in the sum, by the bits of the numbers.
-
-    Granularity is attacked on float32 sums, the others on float64 sums. For each attack: its true and false positive
-    rates, a lower bound on ε at 95%, and Fisher's p-value that its guesses have nothing to do with the truth.
-    """
-    steps = plan.block.steps
-    scales = plan.mechanism.column_scales(steps)
-    size = plan.sigma * float(plan.mechanism.recurrence(steps).noising(steps)[0])  # of the first step's noise
-    size *= 1.0 if scales is None else float(scales[0])
-    truth = rng.permutation(np.arange(2 * HALF) % 2 == 0)
-    guesses: dict[str, list[bool]] = {"granularity": [], "angles": [], "shared bits": []}
-    for present in truth:
-        g = rng.standard_normal(ELEMENTS)
-        g = (g / np.linalg.norm(g)).astype(np.float32).astype(np.float64)
-        narrow, wide = (first_release(plan, torch.tensor(g * present, dtype=t)) for t in (torch.float32, torch.float64))
-        guesses["granularity"].append(granularity(narrow, g) > 0)
-        guesses["angles"].append(angles((wide - g) / size) > angles(wide / size))
-        guesses["shared bits"].append(shared_bits((wide - g) / size) > shared_bits(wide / size))
-    attacks = {}
-    for name, guess in guesses.items():
-        right, wrong = int((np.array(guess) & truth).sum()), int((np.array(guess) & ~truth).sum())
-        attacks[name] = {
-            "tpr": right / HALF,
-            "fpr": wrong / HALF,
-            "epsilon_at_least": bound_of_counts(right, HALF, wrong, HALF, delta=plan.delta, error=0.05),
-            "p_value": float(stats.fisher_exact([[right, wrong], [HALF - right, HALF - wrong]]).pvalue),
-        }
-    return {"covered": True, "trials": 2 * HALF, "elements": ELEMENTS, "attacks": attacks}
-
-
-def first_release(plan: Plan, total: torch.Tensor) -> Array:
-    """The sum of a first step, as a new run releases it."""
-    noiser = Noiser(plan, max_grad_norm=1.0)
-    noiser.batch()
-    return np.asarray(noiser.add({"sum": total})["sum"].double())
+Array = NDArray[np.float64]
 
 
 def granularity(released: Array, g: Array, *, mantissa: int = 23) -> float:

@@ -3,10 +3,10 @@
     python -m benchmarks.peers [--cap 120] [--memory-gb 12] [--out results/accountants-cpu.json]
 
 The question: the smallest σ for which a mechanism under Balls-in-Bins with fixed bins is (ε, δ)-DP. Each peer works it
-out by its documented routine in a process of its own, one at a time, under a time and a memory cap. What it had done
-when a cap struck is kept: a peer that did not finish says how far it came. A peer that is not installed, or does not
-import, says so. On a busy machine wall-clock time depends on the neighbours: CPU seconds are measured too (all threads;
-imports are not counted, ours no more than theirs). Both are given a favour: they search σ in a range around our answer.
+out by its documented routine in a process of its own, one at a time, under a cap on CPU seconds (of all threads,
+imports not counted) and one on memory. What it had done when a cap struck is kept: a peer that did not finish says how
+far it came. A peer that is not installed, or does not import, says so. Both are given a favour: they search σ in a
+range around our answer.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ def ask(peer: str, question: Question, sigma: float, *, cap: float = 120.0, memo
     if row["version"] is None:
         return row | {"outcome": "not installed"}
     task = {"question": asdict(question), "peer": peer, "sigma": sigma, "memory_gb": memory_gb, "cap": cap}
-    started, cpu = time.perf_counter(), _children_cpu()
-    # appending: the child shares the position at which these files are read
+    cpu = _children_cpu()
     with tempfile.TemporaryFile("a+") as said, tempfile.TemporaryFile("a+") as errors:
         child = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.peers", "--child", json.dumps(task)],
@@ -86,27 +85,22 @@ def ask(peer: str, question: Question, sigma: float, *, cap: float = 120.0, memo
             text=True,
         )
         try:
-            # the cap is for accounting, not for importing jax or torch: the child reports when it begins
-            begun = None
-            while child.poll() is None:
-                time.sleep(0.2)
-                begun = begun or _lines(said).get("begun")
-                if (begun and time.time() > begun + cap) or time.perf_counter() > started + cap + 120:
-                    row["outcome"] = f"did not finish in {cap:g} s"
-                    break
+            child.wait()
         finally:
             child.kill()
             child.wait()
+        if child.returncode == -signal.SIGXCPU:
+            row["outcome"] = f"did not finish in {cap:g} CPU s"
         facts = _lines(said)
         if "begun_cpu" in facts:
             row["cpu_seconds"] = _children_cpu() - cpu - facts.pop("begun_cpu")
         errors.seek(0)
         complaint = errors.read().strip().splitlines()
-    row |= {key: value for key, value in facts.items() if key not in ("begun", "outcome")}
+    row |= {key: value for key, value in facts.items() if key != "outcome"}
     if "outcome" not in row:
         row["outcome"] = facts.get("outcome") or f"died: {complaint[-1] if complaint else child.returncode}"
-    if per_sample := row.get("seconds_a_sample"):
-        row["projected_seconds"] = per_sample * row["samples_needed"]
+    if per_sample := row.get("cpu_seconds_a_sample"):
+        row["projected_cpu_seconds"] = per_sample * row["samples_needed"]
     if row.get("sigma"):
         row["sigma_over_ours"] = row["sigma"] / sigma
     return row
@@ -137,27 +131,33 @@ def _lines(said: Any) -> dict[str, Any]:
 # ---- in the child ----
 
 
+Caps = tuple[float, float]  # CPU seconds and GB of memory beyond what the imports took
+
+
 def _say(**facts: Any) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def _begin(memory_gb: float) -> float:
-    """Caps the memory at what the imports took and ``memory_gb`` more; starts the clock."""
+def _begin(caps: Caps) -> float:
+    """Caps CPU seconds and memory at what the imports took and these more; starts the clock."""
+    cap, memory_gb = caps
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + int(memory_gb * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    _say(begun=time.time(), begun_cpu=time.process_time())
-    return time.perf_counter()
+    began = time.process_time()
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(began + cap), resource.RLIM_INFINITY))
+    _say(begun_cpu=began)
+    return began
 
 
-def _jax_privacy(question: Question, sigma: float, memory_gb: float) -> dict[str, Any]:
+def _jax_privacy(question: Question, sigma: float, caps: Caps) -> dict[str, Any]:
     """Its Monte Carlo verification of a sweep (``perform_calibration_from_samples``), in both directions."""
     from jax_privacy import batch_selection
     from jax_privacy.experimental.monte_carlo import delta_calculation, sample_generation
 
     strategy = batch_selection.BallsInBinsSampling(iterations=question.b * question.k, cycle_length=question.b)
     column, rng, batch = question.column(), np.random.default_rng(1), 100
-    started = _begin(memory_gb)
+    started = _begin(caps)
     count = delta_calculation.minimum_samples_to_calibrate(BASE_SHARE * question.delta, question.delta)
     _say(routine="monte_carlo.perform_calibration_from_samples", samples_a_list=count)
     _say(samples_needed=count * 2 * len(SWEEP), sweep=[factor * sigma for factor in SWEEP])
@@ -172,7 +172,7 @@ def _jax_privacy(question: Question, sigma: float, memory_gb: float) -> dict[str
                     )[0]
                 )
                 done += len(drawn[-1])
-                _say(samples=done, seconds_a_sample=(time.perf_counter() - started) / done)
+                _say(samples=done, cpu_seconds_a_sample=(time.process_time() - started) / done)
             losses[positive].append(np.concatenate(drawn))
     passed, index = delta_calculation.perform_calibration_from_samples(
         question.epsilon, question.delta, positive_samples=losses[True], negative_samples=losses[False]
@@ -183,11 +183,10 @@ def _jax_privacy(question: Question, sigma: float, memory_gb: float) -> dict[str
         "sigma": SWEEP[int(index)] * sigma if passed else None,
         "delta_at_our_sigma": float(estimate),
         "delta_standard_error": float(summand.std() / math.sqrt(count)),
-        "seconds": time.perf_counter() - started,
     }
 
 
-def _opake(question: Question, sigma: float, memory_gb: float) -> dict[str, Any]:
+def _opake(question: Question, sigma: float, caps: Caps) -> dict[str, Any]:
     """Its ``calibrate`` over ``balls_in_bins(mf_gaussian(σ, strategy))``, at its default confidence."""
     import opake.accounting as accounting
     import opake.dpftrl.accounting as dpftrl
@@ -202,7 +201,7 @@ def _opake(question: Question, sigma: float, memory_gb: float) -> dict[str, Any]
 
     def process(noise_multiplier: float) -> Any:
         nonlocal probes
-        _say(probes_begun=(probes := probes + 1), probe_began_after=time.perf_counter() - started)
+        _say(probes_begun=(probes := probes + 1), probe_began_after=time.process_time() - started)
         return dpftrl.balls_in_bins(
             dpftrl.mf_gaussian(noise_multiplier, strategy), num_bins=question.b, n_steps=question.b * question.k
         )
@@ -215,7 +214,7 @@ def _opake(question: Question, sigma: float, memory_gb: float) -> dict[str, Any]
     # one projected draw of b numbers a sample and direction, in float64: what its cache of draws would hold
     _say(routine="accounting.calibrate", samples_a_probe_and_direction=per_probe, tolerance=TOLERANCE)
     _say(draws_gb=2 * per_probe * question.b * 8 / 1e9)
-    started = _begin(memory_gb)
+    started = _begin(caps)
     found = accounting.calibrate(
         accounting.epsilon_budget(question.epsilon, delta=question.delta),
         process,
@@ -223,22 +222,25 @@ def _opake(question: Question, sigma: float, memory_gb: float) -> dict[str, Any]
         param_max=1.5 * sigma,
         tolerance=TOLERANCE,
     )
-    facts = {"seconds": time.perf_counter() - started, "probes": probes, "sigma": found.param}
-    # one evaluation more, in the CPU seconds but not in the seconds
+    facts = {"probes": probes, "sigma": found.param}
+    # one evaluation more, in the CPU seconds
     return facts | {"epsilon_at_our_sigma": process(sigma).epsilon_at(question.delta)}
 
 
 # Of ε, relative. Opake's default is 1e-6: a looser one is another favour, as it takes fewer bisections.
 TOLERANCE = 1e-3
-ROUTINES: dict[str, Callable[[Question, float, float], dict[str, Any]]] = {"jax_privacy": _jax_privacy, "opake": _opake}
+ROUTINES: dict[str, Callable[[Question, float, Caps], dict[str, Any]]] = {
+    "jax_privacy": _jax_privacy,
+    "opake": _opake,
+}
 
 
 def child(task: dict[str, Any]) -> None:
-    signal.alarm(int(task["cap"]) + 150)  # should the parent be killed, this process still ends
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            facts = ROUTINES[task["peer"]](Question(**task["question"]), task["sigma"], task["memory_gb"])
+            caps = task["cap"], task["memory_gb"]
+            facts = ROUTINES[task["peer"]](Question(**task["question"]), task["sigma"], caps)
             facts["outcome"] = "answered"
         except MemoryError as error:
             facts = {"outcome": f"out of memory: {error}"}
@@ -270,15 +272,15 @@ def ours(question: Question) -> dict[str, Any]:
     with cache.disabled():
         TransferMatrix(0.9, 20, 2).sigma(2.0, 1e-3)  # warm-up: imports are not counted, ours no more than the peers'
         sampled = Sampled(mechanism, Horizon(question.b, question.k))
-        started, cpu = time.perf_counter(), time.process_time()
+        cpu = time.process_time()
         estimate = sampled.sigma(question.epsilon, question.delta)
         row |= {"estimate": estimate.value, "estimate_relative_error": estimate.standard_error / estimate.value}
-        row |= {"estimate_seconds": time.perf_counter() - started, "estimate_cpu_seconds": time.process_time() - cpu}
-        started, cpu = time.perf_counter(), time.process_time()
+        row |= {"estimate_cpu_seconds": time.process_time() - cpu}
+        cpu = time.process_time()
         bins = BallsInBins("fixed", examples=question.b, steps_per_epoch=question.b, epochs=question.k)
         found = accountant_for(mechanism, bins).sigma(question.epsilon, question.delta)
         row |= {"sigma": found.sigma, "method": found.certificate.method}
-        row |= {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
+        row |= {"cpu_seconds": time.process_time() - cpu}
     return row
 
 
@@ -287,15 +289,11 @@ def compare(question: Question, *, cap: float = 120.0, memory_gb: float = 12.0) 
     row: dict[str, Any] = {"question": asdict(question), "load": os.getloadavg(), "ours": ours(question), "peers": []}
     mine = row["ours"]
     print(
-        f"{question.name}\n  ours ({mine['method']}): σ = {mine['sigma']:.4f} in {mine['seconds']:.1f} s"
-        f" (CPU {mine['cpu_seconds']:.1f} s)"
-    )
-    print(f"  ours (estimate): σ ≈ {mine['estimate']:.4f} in {mine['estimate_seconds']:.1f} s", flush=True)
+        f"{question.name}\n  ours ({mine['method']}): σ = {mine['sigma']:.4f} in {mine['cpu_seconds']:.1f} CPU s; "
+        f"estimate {mine['estimate']:.4f} in {mine['estimate_cpu_seconds']:.1f} CPU s", flush=True,
+    )  # fmt: skip
     for peer in NAMES:
         answer = ask(peer, question, mine["sigma"], cap=cap, memory_gb=memory_gb)
-        if "seconds" in answer:
-            answer["seconds_over_ours"] = answer["seconds"] / mine["seconds"]
-            answer["cpu_seconds_over_ours"] = answer["cpu_seconds"] / mine["cpu_seconds"]
         row["peers"].append(answer)
         print("  " + describe(answer), flush=True)
     return row
@@ -304,35 +302,27 @@ def compare(question: Question, *, cap: float = 120.0, memory_gb: float = 12.0) 
 def describe(answer: dict[str, Any]) -> str:
     text = f"{answer['peer']} {answer['version'] or ''}: {answer['outcome']}"
     if answer.get("sigma"):
-        text += f", σ = {answer['sigma']:.4f} ({answer['sigma_over_ours']:.3f} of ours) in {answer['seconds']:.1f} s"
-        text += f" ({answer['seconds_over_ours']:.1f}× ours; CPU {answer['cpu_seconds']:.1f} s, "
-        text += f"{answer['cpu_seconds_over_ours']:.0f}×)"
+        text += (
+            f", σ = {answer['sigma']:.4f} ({answer['sigma_over_ours']:.3f} of ours), CPU {answer['cpu_seconds']:.1f} s"
+        )
     if "delta_at_our_sigma" in answer:
         text += f", δ at our σ {answer['delta_at_our_sigma']:.3e} ± {answer['delta_standard_error']:.1e}"
     if "epsilon_at_our_sigma" in answer:
         text += f", ε at our σ {answer['epsilon_at_our_sigma']:.4f}"
-    if "projected_seconds" in answer and "seconds" not in answer:
+    if "projected_cpu_seconds" in answer and "sigma" not in answer:
         text += f"; {answer['samples']:,} of {answer['samples_needed']:,} samples drawn"
-        text += f", all of them would take {answer['projected_seconds'] / 3600:.0f} h"
-    if "probes_begun" in answer and "seconds" not in answer:
+        text += f", all of them would take {answer['projected_cpu_seconds'] / 3600:.0f} CPU hours"
+    if "probes_begun" in answer and "sigma" not in answer:
         # it evaluates the two ends of the range first; a third process is built when both are done
         done = "not past" if answer["probes_begun"] < 3 else f"{answer['probes_begun'] - 3} bisections past"
         text += f"; {done} the ends of its range, {answer['samples_a_probe_and_direction']:,} samples a direction each"
     return text
 
 
-def beside(questions: tuple[Question, ...], *, cap: float, memory_gb: float = 12.0) -> dict[str, Any]:
-    """The comparison on some questions, for the benchmarks; without a peer there is nothing to compare."""
-    found = {peer: version(peer) or "not installed" for peer in NAMES}
-    if not any(map(version, NAMES)):
-        return {"versions": found, "rows": []}
-    return {"versions": found, "rows": [compare(question, cap=cap, memory_gb=memory_gb) for question in questions]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--cap", type=float, default=120.0, help="seconds for each answer of a peer")
+    parser.add_argument("--cap", type=float, default=120.0, help="CPU seconds for each answer of a peer")
     parser.add_argument("--memory-gb", type=float, default=12.0, help="memory for each peer, beyond its imports")
     parser.add_argument("--quick", action="store_true", help="the small questions only")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -253,15 +253,10 @@ def pair(
 
 
 @bench.command()
-def captured(
-    cudnn_benchmark: Annotated[
-        bool, flag("--cudnn-benchmark", help="Let cuDNN search its algorithms for every shape it meets.")
-    ] = False,
-    out: Out = None,
-) -> None:
+def captured(out: Out = None) -> None:
     """Ten epochs of the sweeps' CNN on CUDA: by captured steps, cold and warm, and by the plain loop."""
     place_for("out", out)
-    bench_step.run_captured(cudnn_benchmark=cudnn_benchmark, out=out)
+    bench_step.run_captured(out=out)
 
 
 app.add_typer(bench, name="bench")

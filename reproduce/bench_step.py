@@ -36,7 +36,7 @@ from lambdacgd.clipping.clipper import attach
 from lambdacgd.clipping.convert import convert
 from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.torch_private import foreach_mul_
-from reproduce.bench_models import CASES, Case, LSTMClassifier
+from reproduce.bench_models import CASES, Case, build
 from reproduce.framework import free, measured_on, wait
 from reproduce.problems import problem
 
@@ -62,7 +62,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor, precision: str) -> Tensor:
 
 
 def plain_step(case: Case, device: torch.device, precision: str, batch: int) -> Step:
-    model = case.build().to(device)
+    model = build(case, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     x, y = case.data(device, batch)
 
@@ -78,10 +78,11 @@ class OurStep:
     """Our step with the noise named by ``kind``, one of those given; all of them act on the same model."""
 
     def __init__(self, case: Case, device: torch.device, precision: str, batch: int, *kinds: str) -> None:
-        model = convert(case.build()).to(device)
+        model = convert(build(case, device))
         self._optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
         x, y = case.data(device, batch)
         self._clipper = attach(model, _CLIP)
+        self._clipper.allow_probe(False)  # a few steps of a run are probed: what one takes is measured on loops
         self._loss = lambda: loss_of(model, x, y, precision)
         self._noises = {kind: _noise(model, kind) for kind in kinds}
         self.kind, self._batch, self._steps = kinds[0], batch, 0
@@ -117,12 +118,10 @@ def opacus_step(case: Case, device: torch.device, precision: str, batch: int, *,
     from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
-    model = case.build()
-    if isinstance(model, LSTMClassifier):
-        model = LSTMClassifier(lstm=opacus.layers.DPLSTM)
+    lstm = case is CASES["lstm"]
+    model = build(case, device, **({"lstm": opacus.layers.DPLSTM} if lstm else {}))
     for p in model.parameters(recurse=False):
         p.requires_grad_(False)
-    model = model.to(device)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=_RATE)
     x, y = case.data(device, batch)
     settings: dict[str, Any] = {
@@ -150,8 +149,7 @@ def opacus_step(case: Case, device: torch.device, precision: str, batch: int, *,
 
 def loop_step(case: Case, device: torch.device, precision: str, batch: int, mode: str) -> Step:
     """A step of a loop over sampled batches, of eight bins; a padded one fills them up to multiples of an eighth."""
-    with device:
-        model = convert(case.build()).to(device)
+    model = convert(build(case, device))
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     (x, y), key = case.data(device, 8 * batch), lc.SecretKey.for_tests(1)
     sampling, mechanism = lc.BallsInBins("fixed"), lc.LambdaCGD(0.5)
@@ -320,7 +318,6 @@ def _cells(
     for mode in modes:
         cells[mode] = {"model": model, "mode": mode, "precision": precision, "batch": batch or case.batch}
         try:
-            torch.manual_seed(1)
             step = make_step(mode, case, device, precision, batch or case.batch)
             cells[mode] |= prepare(step, device, warm_up=warm_up, loop=mode in LOOPS)
             steps[mode] = step
@@ -395,7 +392,6 @@ def compare_pair(
     model: str, precision: str, device: torch.device, *, batch: int, warm_up: int, rounds: int
 ) -> dict[str, Any]:
     """One cell: the ratio of the two steps with its interval."""
-    torch.manual_seed(1)
     step = OurStep(CASES[model], device, precision, batch, *PAIR)
 
     def time_of(kind: str) -> float:
@@ -497,7 +493,7 @@ def _by_plain_loop(plan: Any, x: Tensor, y: Tensor, *, warm_up: int = 20) -> dic
     return {"steps_timed": epoch, "seconds_of_all_steps": each * plan.steps}
 
 
-def run_captured(*, cudnn_benchmark: bool = False, out: Path | None = None) -> dict[str, Any]:
+def run_captured(*, out: Path | None = None) -> dict[str, Any]:
     """Ten epochs of the sweeps' CNN on CUDA: by captured steps, cold and warm, and by the plain loop.
 
     Images are random; time does not depend on them. "cold" is all that the first run in a process takes, from
@@ -505,21 +501,18 @@ def run_captured(*, cudnn_benchmark: bool = False, out: Path | None = None) -> d
     plain loop (``private.loader``) is timed over one epoch after a few steps and counted ten times.
 
     Args:
-        cudnn_benchmark: Let cuDNN search its algorithms for every shape it meets. The plain loop is far slower then:
-            its batches are of many sizes.
         out: Write JSON here.
     """
     if not torch.cuda.is_available():
         raise InvalidInput("device", "cpu", "captured steps are CUDA graphs: this benchmark needs a CUDA device")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    torch.backends.cudnn.benchmark = cudnn_benchmark
     plan = lc.plan(_EXAMPLES, _BATCH, epochs=_EPOCHS, epsilon=8.0, delta=1e-5, mechanism=lc.LambdaCGD(0.95))
     x = torch.randn(_EXAMPLES, 3, 32, 32, device="cuda")
     y = torch.randint(0, 10, (_EXAMPLES,), device="cuda")
     result = {
         "cold": _by_captured_steps(plan, x, y), "warm": _by_captured_steps(plan, x, y),
         "plain": _by_plain_loop(plan, x, y), "mechanism": str(plan.mechanism), "batch": _BATCH, "precision": "tf32",
-        "cudnn_benchmark": cudnn_benchmark, "machine": measured_on(),
+        "machine": measured_on(),
     }  # fmt: skip
     print(json.dumps(result, indent=1))
     write(result, out)

@@ -18,6 +18,7 @@ import typer
 
 from lambdacgd.cli.options import flag
 from reproduce import EXPERIMENTS, frontier, lower_noise, paper, record
+from reproduce.bench_noise import FLAT
 from reproduce.framework import MORE, RESULTS, ROOT, table, value_range
 from reproduce.made_with import KEPT, verdicts
 from reproduce.paper_setting import MODELS
@@ -28,7 +29,7 @@ PLACE = re.compile(r"(<!-- numbers: ([a-z0-9-]+) -->)(.*?)(<!-- end -->)", re.S)
 TITLES = {
     "cnn": "CNN", "wrn-40-4": "WideResNet-40-4", "wrn-16-4": "WideResNet-16-4", "vit-b": "ViT-B", "vit-l": "ViT-L",
     "vit-h": "ViT-H", "bert-tiny": "BERT-tiny", "bert-base": "BERT-base", "bert-large": "BERT-large", "lstm": "LSTM",
-    "gpt2": "GPT-2", "llama-lora": "Llama, 1.1B, LoRA",
+    "gpt2": "GPT-2", "llama-lora": "Llama, 1.1B, LoRA", FLAT: "one tensor",
 }  # fmt: skip
 LAMBDA_CGD = "regenerated, 2 bands"
 _PRECISIONS = {"tf32": "TF32", "bf16": "bfloat16"}
@@ -57,14 +58,9 @@ def _noise() -> dict[str, dict[str, Any]]:
 
 
 def noise_over_opacus() -> str:
-    """λCGD's two streams over Opacus's one, least and most over the models.
-
-    Opacus and format 1 were measured side by side, and so were formats 1 and 2.1: the ratio is the product.
-    """
-    models, formats = _noise(), result("noise-formats.json")["ratio"]
-    both = [name for name in models if f"{name} 2" in formats]
-    ratios = [models[n]["contenders"][LAMBDA_CGD]["over opacus DP-SGD"] * formats[f"{n} 2"] for n in both]
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+    """λCGD's two streams over Opacus's one, least and most over the models."""
+    models = (model["contenders"] for name, model in _noise().items() if name != FLAT)
+    return value_range([model[LAMBDA_CGD]["over opacus DP-SGD"] for model in models], ".2f")
 
 
 def noise_extra_memory() -> str:
@@ -75,7 +71,7 @@ def noise_extra_memory() -> str:
 
 def noise_table() -> str:
     head = ["model", "parameters", "copy", "Opacus, DP-SGD", "rewinding, 2 bands", "regenerated λCGD", "over Opacus",
-            "4 bands", "16 bands", "buffer on CPU, 2 bands"]  # fmt: skip
+            "16 bands", "buffer on CPU, 2 bands"]  # fmt: skip
     lines = []
 
     def ms(value: float) -> str:
@@ -86,7 +82,7 @@ def noise_table() -> str:
         cells = [TITLES[name], f"{model['parameters'] / 1e6:.1f}M"]
         cells += [ms(c[name]["ms"]) for name in ("copy", "opacus DP-SGD", "rewinding generator, 2 bands")]
         cells += [f"**{ms(c[LAMBDA_CGD]['ms'])}**", f"{c[LAMBDA_CGD]['over opacus DP-SGD']:.2f}"]
-        others = ("regenerated, 4 bands", "regenerated, 16 bands", "buffers on cpu, 2 bands")
+        others = ("regenerated, 16 bands", "buffers on cpu, 2 bands")
         cells += [ms(c[name]["ms"]) for name in others]
         lines.append(cells)
     return _table(head, lines)
@@ -94,14 +90,19 @@ def noise_table() -> str:
 
 def captured_epochs() -> str:
     """Ten epochs of the sweeps' CNN, by captured steps and by the plain loop."""
-    plain, searching = (result(f"captured-h200{mode}.json") for mode in ("", "-cudnn-benchmark"))
-    cold, steps, loop = plain["cold"], plain["warm"]["steps"], plain["plain"]["seconds_of_all_steps"]
+    measured = result("captured-h200.json")
+    cold, warm, loop = measured["cold"], measured["warm"], measured["plain"]["seconds_of_all_steps"]
     return (
-        f"{steps} steps took {plain['warm']['seconds']:.1f} s, in the first run of a process {cold['seconds']:.1f} s, "
+        f"{warm['steps']} steps took {warm['seconds']:.1f} s, in the first run of a process {cold['seconds']:.1f} s, "
         f"{cold['until_first_step']:.1f} of them before the first step was done (kernels are compiled, graphs "
-        f"captured). The plain loop took {loop:.0f} s, and {searching['plain']['seconds_of_all_steps']:.0f} s with "
-        "`torch.backends.cudnn.benchmark`"
+        f"captured). The plain loop took {loop:.0f} s"
     )
+
+
+def captured_summary() -> str:
+    """The same in one line."""
+    measured = result("captured-h200.json")
+    return f"{measured['warm']['seconds']:.0f} s instead of {measured['plain']['seconds_of_all_steps']:.0f}"
 
 
 def rmse_ratios() -> str:
@@ -137,13 +138,10 @@ def _runtime(part: str = "variants") -> dict[str, dict[str, Any]]:
 
 
 def _pairs() -> dict[tuple[str, str, int], dict[str, Any]]:
-    """λCGD's step over DP-SGD's by model, precision and batch, the longest run of each."""
-    longest: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for cell in result("pair-h200.json")["cells"]:
-        place = cell["model"], cell["precision"], cell["batch"]
-        if place not in longest or cell["rounds"] > longest[place]["rounds"]:
-            longest[place] = cell
-    return dict(sorted(longest.items(), key=lambda item: _place(*item[0])))
+    """λCGD's step over DP-SGD's by model, precision and batch."""
+    cells = [cell for cell in result("pair-h200.json")["cells"] if "ratio" in cell]
+    places = {(cell["model"], cell["precision"], cell["batch"]): cell for cell in cells}
+    return dict(sorted(places.items(), key=lambda item: _place(*item[0])))
 
 
 SHARP = 0.01  # an interval of a ratio of times this wide, or narrower, says something
@@ -400,7 +398,7 @@ def readme_results() -> str:
     return _block(
         "- **Error** (RMSE in the paper's setting: 50 000 examples, batches of 128, 10 epochs, δ = 1e-5, fixed bins, "
         f"λ = .95): {said}.\n"
-        f"- **Time** (an H200, format 1 of the noise): λCGD takes {runtime_summary()}.\n"
+        f"- **Time** (an H200): λCGD takes {runtime_summary()}.\n"
         f"- **Beside noise kept on the CPU** (2 to 16 bands): that takes {buffer_summary()}."
     )
 
@@ -439,14 +437,33 @@ def fresh_accuracy() -> str:
     return _table(["", *(f"ε = {e:g}" for e in epsilons)], lines)
 
 
-def step_table() -> str:
-    """One step of every model on the H200: non-private, ours, Opacus, all from the model's last run."""
-    modes: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for run in ("step-h200-all-modes.json", "step-h200-all-modes-2.json"):
-        for cell in result(run)["cells"]:
+ByMode = dict[str, dict[str, Any]]
+
+
+def _modes(files: str) -> list[tuple[tuple[str, str, int], ByMode]]:
+    """The cells of `bench step`'s files: (model, precision, batch), and what was measured of each mode."""
+    modes: dict[tuple[str, str, int], ByMode] = {}
+    for path in sorted(RESULTS.glob(files)):
+        for cell in result(path.name)["cells"]:
             modes.setdefault((cell["model"], cell["precision"], cell["batch"]), {})[cell["mode"]] = cell
+    return sorted(modes.items(), key=lambda item: _place(*item[0]))
+
+
+def step_summary() -> str:
+    """λCGD's step over ordinary training's, and Opacus's better mode over λCGD's: least and most over the models."""
+    over, faster = [], []
+    for (model, *_), by_mode in _modes("step-h200-*.json"):
+        ours, *peers = (by_mode[name]["median_ms"] for name in ("lambda-cgd", "opacus-hooks", "opacus-ghost"))
+        over.append((ours / by_mode["non-private"]["median_ms"], TITLES[model]))
+        faster.append((min(peers) / ours, TITLES[model]))
+    said = [f"{min(v)[0]:.1f} ({min(v)[1]}) to {max(v)[0]:.1f} ({max(v)[1]})" for v in (over, faster)]
+    return f"{said[0]} times ordinary training; Opacus's better mode takes {said[1]} times as long as ours"
+
+
+def step_table() -> str:
+    """One step of every model on the H200: non-private, ours, Opacus."""
     lines = []
-    for (model, precision, batch), by_mode in sorted(modes.items(), key=lambda item: _place(*item[0])):
+    for (model, precision, batch), by_mode in _modes("step-h200-*.json"):
         plain, ours = by_mode["non-private"], by_mode["lambda-cgd"]
         peers = [by_mode[name]["median_ms"] for name in ("opacus-hooks", "opacus-ghost")]
         times = [f"{t:.1f}" for t in (plain["median_ms"], ours["median_ms"])]
@@ -461,12 +478,8 @@ def step_table() -> str:
 
 def loop_table() -> str:
     """A loop as users write it over the plain loop with the same sampled batches; memory over that one's."""
-    modes: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for path in sorted(RESULTS.glob("loop-h200-*.json")):
-        for cell in result(path.name)["cells"]:
-            modes.setdefault((cell["model"], cell["precision"], cell["batch"]), {})[cell["mode"]] = cell
     lines = []
-    for (model, precision, batch), by_mode in sorted(modes.items(), key=lambda item: _place(*item[0])):
+    for (model, precision, batch), by_mode in _modes("loop-h200-*.json"):
         plain, ours = by_mode["plain-loop"], by_mode["loop"]
         padded = by_mode.get("padded-loop", {})
 
@@ -490,7 +503,7 @@ def _place(model: str, precision: str, batch: int) -> tuple[int, bool, int]:
 
 
 def pair_table() -> str:
-    """λCGD's step over DP-SGD's, the longest run of each model, precision and batch."""
+    """λCGD's step over DP-SGD's for each model, precision and batch."""
     lines = [
         [TITLES[model], str(batch), _PRECISIONS[precision],
          f"{cell['ratio']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})", str(cell["rounds"])]
@@ -521,9 +534,68 @@ def accounting_speed() -> str:
     return _table(head, lines)
 
 
+def exact_accountant() -> str:
+    """σ of λCGD with fixed bins by the exact accountant, and CPU seconds."""
+    rows = result("exact-accountant-cpu.json")["rows"]
+    lines = [[*(f"{row[field]:g}" for field in ("lam", "b", "k", "epsilon")), f"{row['sigma']:.5g}",
+              f"{row['cpu_seconds']:.1f}"] for row in rows]  # fmt: skip
+    return _table(["λ", "b", "k", "ε", "σ", "CPU s"], lines)
+
+
+def accountants() -> str:
+    """σ and CPU seconds of our accountant and of two peers on the same questions."""
+    lines = []
+    for row in result("accountants-cpu.json")["rows"]:
+        q, ours = row["question"], row["ours"]
+        what = f"λCGD {q['lam']:g}" if q["lam"] is not None else f"BISR {q['bands']}"
+        peers = [
+            f"{peer['sigma']:.4g} ({peer['cpu_seconds']:.0f} s)" if "sigma" in peer else peer["outcome"]
+            for peer in row["peers"]
+        ]
+        lines.append([
+            f"{what}, b = {q['b']}, k = {q['k']}, ε = {q['epsilon']:g}, δ = {q['delta']:g}",
+            f"{ours['sigma']:.5g} ({ours['cpu_seconds']:.1f} s)", f"{ours['estimate']:.5g}", *peers,
+        ])  # fmt: skip
+    return _table(["question", "ours", "sampled", "jax_privacy", "Opake"], lines)
+
+
+def audit_bounds() -> str:
+    """The audit's lower bounds with a million canaries, as shares of the claim."""
+    rows = {(row["bins"], row["delta"], row["epsilon"]): row for row in result("audit-cpu.json")["rows"]}
+    epsilons = sorted({epsilon for _, _, epsilon in rows})
+    lines = []
+    for bins, delta in dict.fromkeys((bins, delta) for bins, delta, _ in rows):
+        at = [rows[bins, delta, epsilon] for epsilon in epsilons]
+        shares = [f"{r['share_of_the_claim']:.0%} (ideal {r['share_of_an_ideal_run']:.0%})" for r in at]
+        lines.append([f"{bins}, {delta:g}", *shares])
+    return _table(["bins, δ (b = 4, k = 3)", *(f"ε = {e:g}" for e in epsilons)], lines)
+
+
+def nugget() -> str:
+    """Certified σ of mechanisms that a chain with a nugget dominates, beside simulation."""
+    lines = [
+        [row["mechanism"] + ("" if row["b"] == 390 else f", b = {row['b']}, k = {row['k']}"), f"{row['epsilon']:g}",
+         f"{row['sigma']:.4g}", f"{row['estimate']:.4g} ± {row['standard_error']:.2g}", f"{row['ratio']:.3f}"]
+        for row in result("nugget-cpu.json")["simulated"]
+    ]  # fmt: skip
+    return _table(["mechanism, fresh bins, δ = 1e-5", "ε", "σ", "simulated σ", "ratio"], lines)
+
+
+def planned_rmse() -> str:
+    """What `lc.plan` makes of one buffer, of bands and of λCGD."""
+    rows = {(row["mechanism"], row["epsilon"]): row["rmse"] for row in result("nugget-cpu.json")["planned"]}
+    epsilons = sorted({epsilon for _, epsilon in rows}, reverse=True)
+    memory = {True: "one model", False: "none"}
+    lines = [
+        [name, memory["buffer" in name], *(f"{rows[name, epsilon]:.2f}" for epsilon in epsilons)]
+        for name in dict.fromkeys(name for name, _ in rows)
+    ]
+    return _table(["", "memory", *(f"ε = {e:g}" for e in epsilons)], lines)
+
+
 def accounting_truth() -> str:
     """Certified σ beside independent estimates, and which of them are loose."""
-    rows = list(result("accounting-truth.json").values())
+    rows = result("accounting-truth.json")["rows"]
     below = max((row["estimate"] - row["sigma"]) / row["estimate_error"] for row in rows if row["estimate_error"])
     loose = sorted((row for row in rows if row["ratio"] > 1.01), key=lambda row: -row["ratio"])
     said = f"No certified σ lies below its estimate by more than {max(below, 0):.1f} standard errors."
@@ -611,8 +683,14 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "noise-extra-memory": noise_extra_memory,
     "noise-table": noise_table,
     "captured-epochs": captured_epochs,
+    "captured-summary": captured_summary,
     "accounting-speed": accounting_speed,
+    "accountants": accountants,
     "accounting-truth": accounting_truth,
+    "audit-bounds": audit_bounds,
+    "nugget": nugget,
+    "planned-rmse": planned_rmse,
+    "exact-accountant": exact_accountant,
     "without-a-search": without_a_search,
     "rmse-ratios": rmse_ratios,
     "runtime-summary": runtime_summary,
@@ -631,6 +709,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "contradictions": contradictions,
     "stale": stale_results,
     "fresh-accuracy": fresh_accuracy,
+    "step-summary": step_summary,
     "step-table": step_table,
     "loop-table": loop_table,
     "pair-table": pair_table,

@@ -1,4 +1,6 @@
-"""The peer of regenerated noise: the past fields of a banded C⁻¹, stored on the device or in pinned host memory."""
+"""The peer of regenerated noise: the past fields of a banded C⁻¹, stored on the device or, in float32, in pinned host
+memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 
 from lambdacgd.mechanisms.base import BandedInverse
 from lambdacgd.noise import BufferedNoise, NoiseField
-from lambdacgd.noise.field import Vectors
+from lambdacgd.noise.field import UNIT, Vectors
 from lambdacgd.noise.layout import Job
 from lambdacgd.torch_private import foreach_add_, foreach_mul
 
@@ -31,16 +33,17 @@ class StoredNoise(BufferedNoise):
         super()._prepare(jobs, step)
 
     def _vectors(self, jobs: Sequence[Job]) -> Vectors:
-        if self._where == "device" or all(job.tensor.device.type == "cpu" for job in jobs):
+        if self._where == "device":
             return super()._vectors(jobs)
-        return [torch.empty(job.tensor.shape, dtype=torch.float64, pin_memory=True) for job in jobs]
+        return [torch.empty(job.tensor.shape, pin_memory=torch.cuda.is_available()) for job in jobs]
 
     def _advance(self, jobs: Sequence[Job], step: int) -> Vectors:
-        z = self._field(jobs, step)
+        z = super()._vectors(jobs)
+        self.field.apply([Job(j.entry, v, j.offset) for j, v in zip(jobs, z, strict=True)], UNIT, step, read=False)
         first, *rest = self.recurrence.coefficients  # type: ignore[union-attr]
         x = list(foreach_mul(z, first))
         for a, vectors in zip(rest, self._store, strict=True):
-            near = [v.to(value.device, non_blocking=True) for value, v in zip(x, vectors, strict=True)]
+            near = [v.to(value.device, non_blocking=True).to(value.dtype) for value, v in zip(x, vectors, strict=True)]
             foreach_add_(x, near, alpha=a)
         if self._store:
             self._store.insert(0, self._store.pop())

@@ -3,11 +3,17 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+import torch
 
+from lambdacgd.keys import SecretKey
+from lambdacgd.mechanisms.base import BandedInverse
+from lambdacgd.noise import Layout, NoiseField, RegeneratedNoise
 from reproduce import bench_noise as benchmark
 from reproduce.bench_noise import MODELS, shapes_of
+from reproduce.stored import StoredNoise
 
 
 def test_models_have_the_published_sizes() -> None:
@@ -43,6 +49,22 @@ def test_one_failure_does_not_lose_the_rest(monkeypatch: pytest.MonkeyPatch) -> 
     rows = benchmark.run(["cnn"], "cpu", bands=[2], seconds=0.005, show=False)["models"]["cnn"]["contenders"]
     assert rows["buffers on device, 2 bands"] == {"error": "RuntimeError: out of memory"}
     assert rows["regenerated, 2 bands"]["ms"] > 0
+
+
+@pytest.mark.parametrize("where", ["device", "cpu"])
+def test_stored_noise_is_the_regenerated(where: Literal["device", "cpu"]) -> None:
+    """To float32's rounding: three bands, a step back in between. On CUDA, where there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layout, key, recurrence = Layout.of({"w": (1000,)}), SecretKey.for_tests(1), BandedInverse((1.0, -0.9, -0.05))
+    terms: dict[str, Any] = {"sigma": 1.0, "clip": 1.0, "horizon": 100}
+    field = NoiseField(key, layout, run_id="1")
+    stored = StoredNoise(field, recurrence, buffers=where, **terms)
+    regenerated = RegeneratedNoise(field, recurrence, **terms)
+    for step in (1, 2, 3, 4, 2, 3, 9):
+        sums = [{"w": torch.zeros(1000, device=device)} for _ in range(2)]
+        stored.add_(sums[0], step)
+        regenerated.add_(sums[1], step)
+        torch.testing.assert_close(sums[0]["w"], sums[1]["w"], rtol=0, atol=1e-5)
 
 
 def test_bad_input() -> None:

@@ -36,8 +36,8 @@ class Method:
 
 
 METHODS = (
-    Method("DP-SGD (Poisson)", Identity(), Poisson(), 0.03125, 4.0),
-    Method("DP-λCGD, fixed bins", LambdaCGD(0.8), BallsInBins("fixed"), 0.0625, 2.0),
+    Method("DP-SGD (Poisson)", Identity(), Poisson(), 0.125, 1.0),
+    Method("DP-λCGD, fixed bins", LambdaCGD(0.8), BallsInBins("fixed"), 0.03125, 4.0),
     Method("DP-λCGD, fresh bins", LambdaCGD(0.8), BallsInBins("fresh"), 0.25, 1.0),
 )
 

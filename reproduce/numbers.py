@@ -144,7 +144,7 @@ def _pairs() -> dict[tuple[str, str, int], dict[str, Any]]:
     return dict(sorted(places.items(), key=lambda item: _place(*item[0])))
 
 
-SHARP = 0.01  # an interval of a ratio of times this wide, or narrower, says something
+SHARP = 0.015  # an interval of a ratio of times this wide, or narrower, says something
 
 
 def runtime_summary() -> str:

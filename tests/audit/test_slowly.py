@@ -16,13 +16,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:δ = ", "ignore:NOT CERTIFIED")
 RESULTS = Path(__file__).parents[2] / "results" / "audit-cpu.json"
 
 
-def test_stored_bounds_reach_four_fifths_of_the_claim_and_do_not_exceed_it() -> None:
-    """What ``python -m benchmarks.audit`` measured with a million canaries."""
+def test_stored_bounds_reach_three_quarters_of_the_claim_and_do_not_exceed_it() -> None:
+    """What ``python -m benchmarks.audit`` measured with a million canaries. At δ = 10⁻³ audits of one setting have a
+    standard deviation of 4% of the claim around 84 to 86%."""
     rows = json.loads(RESULTS.read_text())["rows"]
     assert {(row["bins"], row["epsilon"]) for row in rows} == {(b, e) for b in ("fixed", "fresh") for e in (1, 2, 4)}
     for row in rows:
         assert row["passed"]
-        assert 0.8 <= row["share_of_the_claim"] <= 1
+        assert 0.75 <= row["share_of_the_claim"] <= 1
 
 
 @pytest.mark.slow

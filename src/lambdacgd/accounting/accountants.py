@@ -282,9 +282,9 @@ class _FixedBins(Accountant):
     epsilons = (SMALLEST_EPSILON, math.inf)
 
     def _made(self, lam: float, **columns: Any) -> TransferMatrix | FreshBins:
-        """The exact accountant of these columns; what all of them share is composed with the rest."""
+        """The exact accountant of these columns; what all of them share is composed with the rest, two chains alone."""
         b, k = self.sampling.steps_per_epoch, self.sampling.epochs
-        if "columns" in columns and columns["columns"].shared:
+        if "columns" in columns and (columns["columns"].shared or columns["columns"].second):
             return FreshBins(lam, b, 1, kept=k, **columns)
         return TransferMatrix(lam, b, k, **columns)
 

@@ -7,12 +7,13 @@ without negative entries and a positive semidefinite one. Such G' are searched f
 
     chain·(λ^{|s−t|} − tail·λ^{2n−s−t}) + nugget·[s = t] + shared
 
-whose chain the transfer-matrix accountant computes, and whose shared part is a Gaussian mechanism beside it (Lemma 9b):
+whose chain the transfer-matrix accountant computes, and whose shared part is a Gaussian mechanism beside it (Lemma 9b).
+Where a memory has several time scales within one epoch a second chain takes the place of the shared part (Lemma 2b).
 
-- ``_by_entries``: entry by entry where G' is the larger, and where it is not, what it lacks is added to the diagonal
-  (a diagonally dominant matrix is positive semidefinite). Every pair of bins is looked at.
-- ``_by_cosines`` (Toeplitz C): the same with one more positive semidefinite matrix, tapers (1 − |s−t|/reach)₊ times
-  Σ_q a_q cos ω_q(s − t), a_q ≥ 0, added up over the epochs of a bin; a linear program finds the a_q.
+- ``_by_cosines``: entry by entry where G' is the larger, and where it is not, what it lacks is added to the diagonal
+  (a diagonally dominant matrix is positive semidefinite), after one more positive semidefinite matrix was added to G:
+  tapers (1 − |s−t|/reach)₊ times Σ_q a_q cos ω_q(s − t), a_q ≥ 0, added up over the epochs of a bin. A linear program
+  finds the a_q and all parts. Every pair of bins is looked at.
 - ``scaled`` (columns of norm 1, one epoch): entry by entry, with a chain whose correlations fall as the columns' do.
 - ``_by_norm`` (Toeplitz C): C' = s·(1 − φx)/(1 − λx) with ‖C C'⁻¹‖ ≤ 1, so that G ≤ G' as quadratic forms. The norm is
   at most the maximum of a polynomial on the unit circle, which is bounded from its values on a grid.
@@ -141,8 +142,8 @@ def dominating(
     # What is shared is composed with a whole curve of δ, and two chains take a lattice in the plane.
     if not restarts and best.loss > WORTH:
         best = goal.better(best, goal.best(_ways(inner, goal, shared=True)))
-    if of_one_epoch and inner.toeplitz and best.loss > WORTH_TWO:
-        two = _by_cosines(inner, goal, shared=restarts, two=True)
+    if of_one_epoch and best.loss > WORTH_TWO:
+        two = _by_cosines(inner, goal, shared=False, two=True)
         if cost(two.columns.over(two.lam, inner.bins, 1, goal.precision**-0.5), 5.0) <= DEAREST_PLANE:
             best = goal.better(best, goal.best([two]))
     return best
@@ -181,9 +182,8 @@ def first_guess(
 
 
 def _ways(inner: _Inner, goal: _Goal, *, shared: bool) -> list[Dominating]:
-    """One chain with a nugget, and with a shared part if that is allowed, by every way there is."""
-    ways = [_independent(inner), _by_entries(inner, goal, shared=shared)] if inner.bins <= MOST_PAIRWISE else []
-    return ways + ([_by_cosines(inner, goal, shared=shared), _by_norm(inner, goal)] if inner.toeplitz else [])
+    """One chain with a nugget, and with a shared part if that is allowed."""
+    return [_by_cosines(inner, goal, shared=shared)] + ([_by_norm(inner, goal)] if inner.toeplitz else [])
 
 
 class _Inner:
@@ -218,7 +218,9 @@ class _Inner:
 
     @cached_property
     def by_distance(self) -> Array:
-        """Of Toeplitz C, the largest inner product at each distance: that of the earliest pair, none cut off."""
+        """Those with bin 0: of Toeplitz C the largest at each distance, none being cut off."""
+        if self._dense is not None:
+            return np.asarray(self._dense[0] * SAFETY)
         centre = participation_sum(self.column, self.block)
         return np.asarray(np.correlate(np.append(centre, np.zeros(self.bins - 1)), centre) * SAFETY)
 
@@ -330,11 +332,6 @@ def _rows(lam: float, columns: Columns, block: Horizon) -> Callable[[int], Array
     return row
 
 
-def _independent(inner: _Inner) -> Dominating:
-    """λ = 0: a diagonal that outweighs its rows; for diagonal C that loses nothing but what differs along it."""
-    return Dominating(0.0, Columns(0.0, _lacking(inner) * SAFETY / inner.block.epochs))
-
-
 def _lacking(inner: _Inner, above: Callable[[int], Array] | None = None, less: Array | None = None) -> float:
     """What ``above``, ``less`` taken off at each distance, lacks to dominate: the largest sum of a row.
 
@@ -357,37 +354,6 @@ def _lacking(inner: _Inner, above: Callable[[int], Array] | None = None, less: A
     return max(float(sums.max()), 0.0)
 
 
-def _by_entries(inner: _Inner, goal: _Goal, *, shared: bool) -> Dominating:
-    """The best λ, chain, tail and, if allowed, shared part, with the least nugget that makes up for what is too small."""
-    largest, k = max(float(row[0]) for row in goal.upper.values()), inner.block.epochs
-
-    def chosen(x: Array) -> tuple[float, Columns]:
-        lam, (tail, share) = _lam(x[0]), 1 / (1 + np.exp(-np.maximum(x[2:], -700.0)))
-        top = k * float(Chain(lam, inner.bins, k, 1.0, 0.0).covariance(0.0))
-        chain = largest * math.exp(min(float(x[1]), 1.0)) / top
-        return lam, Columns(chain, 0.0, float(tail), float(share) * largest / k**2 if share > NONE and shared else 0.0)
-
-    def score(x: Array) -> float:
-        """With the nugget that the sampled rows ask for."""
-        lam, columns = chosen(x)
-        above, nugget = _rows(lam, columns, inner.block), 0.0
-        for i, row in goal.upper.items():
-            lacking = row - above(i)
-            nugget = max(nugget, float(lacking[0]) + 2 * float(np.maximum(lacking[1:], 0.0).sum()))
-        return goal.excess(lam, replace(columns, nugget=nugget / k))
-
-    starts = [
-        np.array([math.log(-math.log1p(-lam)), math.log(share), tail, level])
-        for lam in _LAMBDAS
-        for share in (0.4, 0.6, 0.9)
-        for tail in (-3.0, 0.5)
-        for level in ((-9.0, -1.0) if shared else (-9.0,))
-    ]
-    lam, columns = chosen(_improve(score, starts, 0.1, most=260))
-    nugget = _lacking(inner, _rows(lam, columns, inner.block)) / k
-    return Dominating(lam, replace(columns, nugget=nugget).times(SAFETY))
-
-
 def _by_cosines(inner: _Inner, goal: _Goal, *, shared: bool, two: bool = False) -> Dominating:
     """The best λ, with the other parts and cosines from a linear program whose costs are E W²'s, linearised.
 
@@ -396,6 +362,8 @@ def _by_cosines(inner: _Inner, goal: _Goal, *, shared: bool, two: bool = False) 
     b, k, needed = inner.bins, inner.block.epochs, inner.by_distance
     pairwise, distance, waves = b <= MOST_PAIRWISE, np.arange(b), _waves(inner)
     least = LEAST * needed[0] if two else 0.0
+    # λ = 0: a diagonal that outweighs its rows; for diagonal C that loses nothing but what differs along it.
+    alone = Columns(0.0, _lacking(inner) / k)
 
     def columns(lams: list[float], passes: int) -> Dominating:
         hold = max(1, round(HELD / (1 - lams[0]))) if two else 1
@@ -426,7 +394,7 @@ def _by_cosines(inner: _Inner, goal: _Goal, *, shared: bool, two: bool = False) 
         bounds = [(0.0, None if pairwise else 0.0)] + [(least, None)] * (len(lams) + 1)
         bounds += [(0.0, None if shared else 0.0)] + [(0.0, None)] * waves.shape[1]
         parts = {i: shapes(np.full(b - i, i), distance[: b - i]) for i in goal.upper}
-        above, best = dict(goal.upper), Columns(0.0, float(needed[0] + 2 * needed[1:].sum()) / k)
+        above, best = dict(goal.upper), alone
         x = np.zeros(left.shape[1])
         for step in range(passes):
             costs = np.zeros(left.shape[1])
@@ -450,7 +418,7 @@ def _by_cosines(inner: _Inner, goal: _Goal, *, shared: bool, two: bool = False) 
             made = replace(made, nugget=made.nugget + lacking / k)
             best = min(best, made, key=lambda choice: goal.excess(whole.lam, choice))
             above = {i: _rows(whole.lam, made, inner.block)(i) for i in above}
-        return Dominating(whole.lam, best.times(SAFETY))
+        return Dominating(whole.lam if best.chain else 0.0, best.times(SAFETY))
 
     def score(x: Array) -> float:
         if two and x[1] >= x[0]:
@@ -476,7 +444,12 @@ def _waves(inner: _Inner) -> Array:
     # From here on these cosines mirror what they were: what is large near by would be large far away again.
     short = tapered(min(b, _FREQUENCIES), math.pi * np.arange(_FREQUENCIES + 1) / _FREQUENCIES)
     long = tapered(b, np.geomspace(math.pi / b, 0.2, 16))
-    return np.hstack([short, long, np.cos(np.outer(distance, 2 * math.pi / b * np.arange(1, min(b // 2, 8) + 1)))])
+    whole = np.cos(np.outer(distance, 2 * math.pi / b * np.arange(1, min(b // 2, 8) + 1)))
+    # −1 at some distances, all of them made up for on the diagonal.
+    cuts = np.unique(np.geomspace(1, b, 32).astype(int))
+    taken = -1.0 * ((distance[:, None] >= cuts[:-1]) & (distance[:, None] < cuts[1:]))
+    taken[0] = 2.0 * np.diff(cuts)
+    return np.hstack([short, long, whole, taken])
 
 
 def _lam(x: float) -> float:

@@ -54,7 +54,7 @@ from lambdacgd.accounting.exact.lattice import (
     stretches,
     value_grid,
 )
-from lambdacgd.accounting.exact.plane import Plane, PlaneProduct, plane, plane_cost, usual_sizes
+from lambdacgd.accounting.exact.plane import Plane, PlaneProduct, plane
 from lambdacgd.accounting.gaussian import jensen_add, one_bin_delta
 from lambdacgd.accounting.root import Secant, find_root, log_ratio, rounded_up, smallest, smallest_certified
 from lambdacgd.errors import AccountingError
@@ -725,7 +725,7 @@ def cost(chain: Chain, slope: float) -> float:
     """Real operations for one complex frequency, from the lattice's size before it is built."""
     ratio = spacing_ratio(chain.bins, FINE.lattice)
     if chain.second:
-        return plane_cost(chain, usual_sizes(chain, ratio))
+        return plane(chain, ratio, 7.0).cost
     tau = math.sqrt((1 - chain.lam) / (1 + chain.lam))
     span = 14 * math.sqrt(chain.variance(0.0)) + math.sqrt(chain.gain) * max(float(chain.largest_shift(0.5)), 0.0)
     states = span / (ratio * tau) + 3

@@ -38,6 +38,13 @@ class Plane(Lattice):
     """Its sites' kernels have the plane's shape; ``moves`` take each chain from one of its places to the one before."""
 
     moves: tuple[Array, ...] = ()
+    places: tuple[int, ...] = ()  #: of each chain
+
+    @property
+    def cost(self) -> float:
+        """Real operations for one complex z, but for emissions."""
+        (n, m), (first, second) = map(len, self.moves), self.places
+        return 4.0 * n * m * (m * second + n * first + 4 * second)
 
 
 def spacing(chain: Chain, ratio: float) -> tuple[float, tuple[int, int]]:
@@ -52,23 +59,11 @@ def spacing(chain: Chain, ratio: float) -> tuple[float, tuple[int, int]]:
     return unit, ((1, stride) if first < second else (stride, 1))
 
 
-def plane_cost(chain: Chain, sizes: tuple[int, ...]) -> float:
-    """Real operations for one complex z, but for emissions; ``sizes`` of the plane, or of one of usual reach."""
-    first, second = chain.parts
-    n, m = sizes
-    return 4.0 * n * m * (m * second.bins + n * first.bins + 4 * second.bins)
-
-
-def usual_sizes(chain: Chain, ratio: float) -> tuple[int, ...]:
-    """About the sizes of the plane, before it is built."""
-    unit, strides = spacing(chain, ratio)
-    return tuple(int((14 + c.gain**0.5) * c.gain**0.5 / unit / s) for c, s in zip(chain.parts, strides, strict=True))
-
-
 def plane(chain: Chain, ratio: float, reach: float, *, shifted: bool = True) -> Plane:
     """Build it; the arguments are those of ``lattice``."""
     (unit, strides), eta = spacing(chain, ratio), poisson_eta(ratio)
-    links = sum(part.bins for part in chain.parts)
+    places = tuple(part.bins for part in chain.parts)
+    links = sum(places)
     ends, moves, starts, exit_remove, exit_add = np.zeros(2), [], [], 0.0, 0.0
     for part, stride in zip(chain.parts, strides, strict=True):
         gap, shift = unit * stride / math.sqrt(part.gain), math.sqrt(part.gain) if shifted else 0.0
@@ -89,7 +84,7 @@ def plane(chain: Chain, ratio: float, reach: float, *, shifted: bool = True) -> 
     last = Site(start, strides[::-1], means, 0.0)
     other, grown = Site(np.ones_like(start), strides[::-1], means, 0.0), (1 + eta) ** links
     exit_remove = exit_remove * grown if shifted else math.inf
-    return Plane((other,), other, last, links, eta, exit_remove, exit_add * grown, tuple(moves))
+    return Plane((other,), other, last, links, eta, exit_remove, exit_add * grown, tuple(moves), places)
 
 
 def _normal(x: Array, variance: float) -> Array:
@@ -101,20 +96,19 @@ class PlaneProduct(TransferProduct):
 
     def __init__(self, chain: Chain, path: Plane, grid: Array, plan: list[Stretch]) -> None:
         super().__init__(chain, path, grid, plan)
-        self.chain, self.moves, self.sizes = chain, path.moves, tuple(map(len, path.moves))
+        self.hold, self.moves, self.cost, self.size = chain.hold, path.moves, path.cost, path.left.kernel.size
 
     def flops(self) -> float:
-        emissions = 4.0 * len(self.grid) * self.left.table.shape[1] * (len(self.plan) + 2)
-        return plane_cost(self.chain, self.sizes) + emissions
+        return self.cost + 4.0 * len(self.grid) * self.left.table.shape[1] * (len(self.plan) + 2)
 
     def _batch(self) -> int:
-        return max(1, min(BATCH, MEMORY // (96 * math.prod(self.sizes))))
+        return max(1, min(BATCH, MEMORY // (96 * self.size)))
 
     def _evaluate(self, z: NDArray[Any], direction: OneWay) -> NDArray[Any]:
         waves, at = Waves(self.grid, z, self.ends[1]), self.bins - 1
         vector = _parts(self.right.matrices(self.right.transform(waves)))
         across, down = self.moves[0], np.ascontiguousarray(self.moves[1].T)
-        some = max(1, IN_CACHE // (16 * math.prod(self.sizes)))
+        some = max(1, IN_CACHE // (16 * self.size))
         scales = [(s.count, s.up if direction == "remove" else s.down) for s in self.plan]
         for count, scale in [*scales, (1, self.ends[0])]:
             waves = waves.at(scale)
@@ -123,7 +117,7 @@ class PlaneProduct(TransferProduct):
                 own = vector[:, part]
                 for j in range(at, at - count, -1):
                     own = down @ own
-                    if j % self.chain.hold == 0:
+                    if j % self.hold == 0:
                         own = own @ across
                     own = _times(own, factors[:, part])
                 vector[:, part] = own

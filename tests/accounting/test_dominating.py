@@ -157,7 +157,7 @@ def splits(difference: Array) -> bool:
 
 @pytest.mark.parametrize("mechanism", OTHERS, ids=str)
 @pytest.mark.parametrize("epsilon", [8.0, 0.5])
-@pytest.mark.parametrize("fit", ["best", "_by_cosines", "two chains", "_by_norm"])
+@pytest.mark.parametrize("fit", ["best", "_by_program", "two chains", "_by_norm"])
 @pytest.mark.parametrize("k", [1, 3])
 def test_what_dominates_is_larger_in_both_orders_together(
     mechanism: lc.Mechanism, epsilon: float, fit: str, k: int
@@ -175,7 +175,7 @@ def test_what_dominates_is_larger_in_both_orders_together(
         if fit == "_by_norm":
             found = domination._by_norm(inner, goal)
         else:
-            found = domination._by_cosines(inner, goal, shared=fit == "_by_cosines", two=fit == "two chains")
+            found = domination._by_program(inner, goal, shared=fit == "_by_program", two=fit == "two chains")
     chain = replace(found.columns, shared=0.0).over(found.lam, 20, k, 1.0)
     above = chain.gram() if found.lam else chain.gain * np.eye(20)
     assert splits(above + k**2 * found.columns.shared - sums.T @ sums)

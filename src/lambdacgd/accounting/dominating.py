@@ -10,7 +10,7 @@ without negative entries and a positive semidefinite one. Such G' are searched f
 whose chain the transfer-matrix accountant computes, and whose shared part is a Gaussian mechanism beside it (Lemma 9b).
 Where a memory has several time scales within one epoch a second chain takes the place of the shared part (Lemma 2b).
 
-- ``_by_cosines``: entry by entry where G' is the larger, and where it is not, what it lacks is added to the diagonal
+- ``_by_program``: entry by entry where G' is the larger, and where it is not, what it lacks is added to the diagonal
   (a diagonally dominant matrix is positive semidefinite), after one more positive semidefinite matrix was added to G:
   tapers (1 − |s−t|/reach)₊ times Σ_q a_q cos ω_q(s − t), a_q ≥ 0, added up over the epochs of a bin. A linear program
   finds the a_q and all parts. Every pair of bins is looked at.
@@ -51,7 +51,7 @@ FEW_STEPS = 200  #: up to which columns of norm 1 are also dominated by a chain 
 MOST_PAIRWISE = 10_000  #: bins up to which every pair of them is looked at; beyond, C must be Toeplitz
 NONE = 2e-3  #: a shared part below this share of the largest entry is left out
 WORTH, WORTH_TWO = 0.015, 0.03  #: losses of σ from which a shared part with fixed bins, and two chains, are tried
-GAIN = 0.008  #: of σ, for which these are taken
+GAIN = 0.01  #: of σ, for which these are taken
 HELD = 0.03  #: the slower of two chains stays for so many of its memories 1/(1 − λ)
 DEAREST_PLANE = 1.5e9  #: operations a frequency from which two chains are not computed with
 LEAST = 0.02  #: of the diagonal, of each of two chains and of their nugget, on which their lattices' spacings depend
@@ -143,7 +143,7 @@ def dominating(
     if not restarts and best.loss > WORTH:
         best = goal.better(best, goal.best(_ways(inner, goal, shared=True)))
     if of_one_epoch and best.loss > WORTH_TWO:
-        two = _by_cosines(inner, goal, shared=False, two=True)
+        two = _by_program(inner, goal, shared=False, two=True)
         if cost(two.columns.over(two.lam, inner.bins, 1, goal.precision**-0.5), 5.0) <= DEAREST_PLANE:
             best = goal.better(best, goal.best([two]))
     return best
@@ -183,7 +183,7 @@ def first_guess(
 
 def _ways(inner: _Inner, goal: _Goal, *, shared: bool) -> list[Dominating]:
     """One chain with a nugget, and with a shared part if that is allowed."""
-    return [_by_cosines(inner, goal, shared=shared)] + ([_by_norm(inner, goal)] if inner.toeplitz else [])
+    return [_by_program(inner, goal, shared=shared)] + ([_by_norm(inner, goal)] if inner.toeplitz else [])
 
 
 class _Inner:
@@ -287,7 +287,7 @@ class _Goal:
         return replace(best, loss=self.loss(best.lam, best.columns))
 
     def better(self, simple: Dominating, dear: Dominating) -> Dominating:
-        """The dear one if it gains a good part of a percent of σ."""
+        """The dear one if it gains enough."""
         return dear if dear.loss < simple.loss - GAIN else simple
 
     def loss(self, lam: float, columns: Columns) -> float:
@@ -354,7 +354,7 @@ def _lacking(inner: _Inner, above: Callable[[int], Array] | None = None, less: A
     return max(float(sums.max()), 0.0)
 
 
-def _by_cosines(inner: _Inner, goal: _Goal, *, shared: bool, two: bool = False) -> Dominating:
+def _by_program(inner: _Inner, goal: _Goal, *, shared: bool, two: bool = False) -> Dominating:
     """The best λ, with the other parts and cosines from a linear program whose costs are E W²'s, linearised.
 
     ``shared`` allows a shared part, ``two`` asks for a second chain with a λ of its own (one epoch).

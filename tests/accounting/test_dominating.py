@@ -175,7 +175,7 @@ def test_what_dominates_is_larger_in_both_orders_together(
         if fit == "_by_norm":
             found = domination._by_norm(inner, goal)
         else:
-            found = domination._by_program(inner, goal, shared=fit == "_by_program", two=fit == "two chains")
+            found = domination._by_program(inner, goal, shared=fit == "_by_program", one=0.9 * (fit == "two chains"))
     chain = replace(found.columns, shared=0.0).over(found.lam, 20, k, 1.0)
     above = chain.gram() if found.lam else chain.gain * np.eye(20)
     assert splits(above + k**2 * found.columns.shared - sums.T @ sums)

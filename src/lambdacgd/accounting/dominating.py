@@ -24,7 +24,6 @@ domination holds.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -143,7 +142,7 @@ def dominating(
     if not restarts and best.loss > WORTH:
         best = goal.better(best, goal.best(_ways(inner, goal, shared=True)))
     if of_one_epoch and best.loss > WORTH_TWO:
-        two = _by_program(inner, goal, shared=False, two=True)
+        two = _by_program(inner, goal, shared=False, one=best.lam)
         if cost(two.columns.over(two.lam, inner.bins, 1, goal.precision**-0.5), 5.0) <= DEAREST_PLANE:
             best = goal.better(best, goal.best([two]))
     return best
@@ -354,11 +353,12 @@ def _lacking(inner: _Inner, above: Callable[[int], Array] | None = None, less: A
     return max(float(sums.max()), 0.0)
 
 
-def _by_program(inner: _Inner, goal: _Goal, *, shared: bool, two: bool = False) -> Dominating:
+def _by_program(inner: _Inner, goal: _Goal, *, shared: bool, one: float = 0.0) -> Dominating:
     """The best λ, with the other parts and cosines from a linear program whose costs are E W²'s, linearised.
 
-    ``shared`` allows a shared part, ``two`` asks for a second chain with a λ of its own (one epoch).
+    ``shared`` allows a shared part; ``one``, the λ of the best chain, asks for two in its place (one epoch).
     """
+    two = one > 0
     b, k, needed = inner.bins, inner.block.epochs, inner.by_distance
     pairwise, distance, waves = b <= MOST_PAIRWISE, np.arange(b), _waves(inner)
     least = LEAST * needed[0] if two else 0.0
@@ -426,8 +426,8 @@ def _by_program(inner: _Inner, goal: _Goal, *, shared: bool, two: bool = False) 
         tried = columns([_lam(y) for y in x], 3 if two else 4)
         return goal.excess(tried.lam, tried.columns)
 
-    scaled = [math.log(-math.log1p(-lam)) for lam in _LAMBDAS[::2]]
-    starts = [np.array(x) for x in (itertools.combinations(scaled[::-1], 2) if two else zip(scaled, strict=True))]
+    scaled = [math.log(-math.log1p(-lam)) for lam in ((one, 1 - (1 - one) / 1.5) if two else _LAMBDAS[::2])]
+    starts = [np.array([x, *y]) for x in scaled for y in (((x - 0.15,), (x - 0.7,), (x - 1.5,)) if two else ((),))]
     return columns([_lam(y) for y in _improve(score, starts, 0.3 if two else 0.2, most=24 if two else 16)], 12)
 
 

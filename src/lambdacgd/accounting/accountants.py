@@ -6,7 +6,7 @@
 | Poisson | C with as many bands as there are groups: one for DP-SGD | ``poisson.PoissonSampled`` |
 | Balls-in-Bins, fixed bins or one epoch | λCGD in any guise, so DP-SGD too | ``exact.TransferMatrix`` |
 | | BLT with one buffer | ``exact.TransferMatrix`` of a chain with a nugget |
-| | others | the same of one that dominates them, or ``composed.FreshBins`` with what all bins share |
+| | others | the same of one that dominates them, or ``composed.FreshBins`` with what all bins share, or of two chains |
 | Balls-in-Bins, fresh bins | the same three | ``composed.FreshBins`` of the same |
 | | where these refuse | ``gaussian.Unamplified``: amplification never hurts |
 

@@ -50,7 +50,7 @@ FEW_STEPS = 200  #: up to which columns of norm 1 are also dominated by a chain 
 MOST_PAIRWISE = 10_000  #: bins up to which every pair of them is looked at; beyond, C must be Toeplitz
 NONE = 2e-3  #: a shared part below this share of the largest entry is left out
 WORTH, WORTH_TWO = 0.015, 0.03  #: losses of σ from which a shared part with fixed bins, and two chains, are tried
-GAIN = 0.01  #: of σ, for which these are taken
+GAIN, GAIN_TWO = 0.01, 0.03  #: of σ, for which these are taken; the plane may take six times as long as a line
 HELD = 0.03  #: the slower of two chains stays for so many of its memories 1/(1 − λ)
 DEAREST_PLANE = 1.5e9  #: operations a frequency from which two chains are not computed with
 LEAST = 0.02  #: of the diagonal, of each of two chains and of their nugget, on which their lattices' spacings depend
@@ -140,11 +140,11 @@ def dominating(
     best = goal.best(choices + _ways(inner, goal, shared=restarts))
     # What is shared is composed with a whole curve of δ, and two chains take a lattice in the plane.
     if not restarts and best.loss > WORTH:
-        best = goal.better(best, goal.best(_ways(inner, goal, shared=True)))
+        best = goal.better(best, goal.best(_ways(inner, goal, shared=True)), GAIN)
     if of_one_epoch and best.loss > WORTH_TWO:
         two = _by_program(inner, goal, shared=False, one=best.lam)
         if cost(two.columns.over(two.lam, inner.bins, 1, goal.precision**-0.5), 5.0) <= DEAREST_PLANE:
-            best = goal.better(best, goal.best([two]))
+            best = goal.better(best, goal.best([two]), GAIN_TWO)
     return best
 
 
@@ -285,9 +285,9 @@ class _Goal:
         best = min(choices, key=lambda choice: self.excess(choice.lam, choice.columns))
         return replace(best, loss=self.loss(best.lam, best.columns))
 
-    def better(self, simple: Dominating, dear: Dominating) -> Dominating:
-        """The dear one if it gains enough."""
-        return dear if dear.loss < simple.loss - GAIN else simple
+    def better(self, simple: Dominating, dear: Dominating, gain: float) -> Dominating:
+        """The dear one if it gains so much."""
+        return dear if dear.loss < simple.loss - gain else simple
 
     def loss(self, lam: float, columns: Columns) -> float:
         """About how much more σ these columns need, relatively."""

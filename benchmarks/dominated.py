@@ -28,6 +28,7 @@ MECHANISMS: dict[str, lc.Mechanism] = {
     **{f"BandMF {p}": lc.BandMF(p) for p in (64, 8)},
     **{f"BandInvMF {p}": lc.BandInvMF(p) for p in (16, 4, 2)},
     "BSR 8": lc.BSR(8),
+    "BSR 64": lc.BSR(64),
     "GammaBIFR 3": lc.GammaBIFR(3, 0.7),
 }
 B, K, DELTA = 390, 10, 1e-5

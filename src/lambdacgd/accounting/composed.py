@@ -699,13 +699,16 @@ class FreshBins:
         """log E W² of one epoch at noise e^x, as a function of x."""
         chain, b = self.one_epoch.chain(1.0), self.steps_per_epoch
         # Beyond the distance where correlations end every pair adds e^0: those need no sum.
-        reach = b if chain.lam == 0 else min(b, 2 + math.ceil(30 / -math.log(chain.lam)))
+        reach = b if chain.lam == 0 or chain.second else min(b, 2 + math.ceil(30 / -math.log(chain.lam)))
         d = np.arange(1, reach)
         pairs = 2 * (b - d) / b**2
         peak, covariances = chain.loss_variance, chain.gain * chain.covariance(d)
         middle = np.array([peak])
         middles = (np.arange(16)[:, None] + 0.5) / 16
-        if self.columns and chain.runs:  # a mean over places of the epoch, as below
+        if chain.second:
+            dense, places = chain.gram(), (middles * (b - d)).astype(np.int64)
+            covariances, middle = dense[places, places + d], np.diag(dense)
+        elif self.columns and chain.runs:  # a mean over places of the epoch, as below
             logs, places = log_correlations(chain.runs), (middles * (b - d)).astype(np.int64)
             covariances = np.asarray(chain.gain * np.exp(logs[places + d] - logs[places]), dtype=np.float64)
         elif chain.runs:  # without the steps of the runs, so that it is smooth in λ

@@ -7,12 +7,13 @@ without negative entries and a positive semidefinite one. Such G' are searched f
 
     chain·(λ^{|s−t|} − tail·λ^{2n−s−t}) + nugget·[s = t] + shared
 
-whose chain the transfer-matrix accountant computes, and whose shared part is a Gaussian mechanism beside it (Lemma 9b):
+whose chain the transfer-matrix accountant computes, and whose shared part is a Gaussian mechanism beside it (Lemma 9b).
+Where a memory has several time scales within one epoch a second chain takes the place of the shared part (Lemma 2b).
 
-- ``_by_entries``: entry by entry where G' is the larger, and where it is not, what it lacks is added to the diagonal
-  (a diagonally dominant matrix is positive semidefinite). Every pair of bins is looked at.
-- ``_by_cosines`` (Toeplitz C): the same with one more positive semidefinite matrix, tapers (1 − |s−t|/reach)₊ times
-  Σ_q a_q cos ω_q(s − t), a_q ≥ 0, added up over the epochs of a bin; a linear program finds the a_q.
+- ``_by_program``: entry by entry where G' is the larger, and where it is not, what it lacks is added to the diagonal
+  (a diagonally dominant matrix is positive semidefinite), after one more positive semidefinite matrix was added to G:
+  tapers (1 − |s−t|/reach)₊ times Σ_q a_q cos ω_q(s − t), a_q ≥ 0, added up over the epochs of a bin. A linear program
+  finds the a_q and all parts. Every pair of bins is looked at.
 - ``scaled`` (columns of norm 1, one epoch): entry by entry, with a chain whose correlations fall as the columns' do.
 - ``_by_norm`` (Toeplitz C): C' = s·(1 − φx)/(1 − λx) with ‖C C'⁻¹‖ ≤ 1, so that G ≤ G' as quadratic forms. The norm is
   at most the maximum of a polynomial on the unit circle, which is bounded from its values on a grid.
@@ -34,7 +35,7 @@ from scipy.optimize import linprog, minimize
 from scipy.signal import correlate, fftconvolve, lfilter
 
 from lambdacgd.accounting.certificate import Array
-from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA, SMALLEST_LAMBDA
+from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA, SMALLEST_LAMBDA, cost
 from lambdacgd.accounting.exact.lattice import Chain, Columns, log_correlations
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.root import bisect
@@ -48,6 +49,11 @@ MOST_STEPS = 100_000
 FEW_STEPS = 200  #: up to which columns of norm 1 are also dominated by a chain that does not follow them
 MOST_PAIRWISE = 10_000  #: bins up to which every pair of them is looked at; beyond, C must be Toeplitz
 NONE = 2e-3  #: a shared part below this share of the largest entry is left out
+WORTH, WORTH_TWO = 0.015, 0.03  #: losses of σ from which a shared part with fixed bins, and two chains, are tried
+GAIN, GAIN_TWO = 0.01, 0.03  #: of σ, for which these are taken; a plane may take six times as long as a line
+HELD = 0.03  #: the slower of two chains stays for so many of its memories 1/(1 − λ)
+DEAREST_PLANE = 1.5e9  #: operations a frequency from which two chains are not computed with
+LEAST = 0.02  #: of the diagonal, of each of two chains and of their nugget, on which their lattices' spacings depend
 SAFETY = 1 + 1e-9  #: for the rounding of sums of non-negative terms, and of powers of λ
 GRID = 64  #: points on the unit circle a coefficient: the maximum of |r|² exceeds that on the grid by .12% at most
 _SAMPLED_ROWS = 64
@@ -66,8 +72,10 @@ class Dominating:
     def details(self) -> dict[str, float]:
         """What a certificate says about it."""
         c = self.columns
-        norm = math.sqrt(c.chain + c.nugget + c.shared)
+        norm = math.sqrt(c.chain + sum(c.second[1:]) + c.nugget + c.shared)
         parts = {"nugget": c.nugget, "tail": c.tail, "shared": c.shared}
+        if c.second:
+            parts |= {"second_lam": c.second[0], "second": c.second[1], "hold": float(c.hold)}
         return {"lam": self.lam, "norm": norm, **parts, "sigma_loss": self.loss}
 
 
@@ -129,12 +137,15 @@ def dominating(
             return choices[0]
     inner = _Inner(mechanism, block)
     goal = _Goal(inner, allowed / horizon.epochs if restarts else allowed)  # epochs compose
-    if inner.bins <= MOST_PAIRWISE:
-        choices += [_independent(inner), _by_entries(inner, goal)]
-    if inner.toeplitz:
-        choices += [_by_cosines(inner, goal), _by_norm(inner, goal)]
-    best = min(choices, key=lambda choice: goal.excess(choice.lam, choice.columns))
-    return replace(best, loss=goal.loss(best.lam, best.columns))
+    best = goal.best(choices + _ways(inner, goal, shared=restarts))
+    # What is shared is composed with a whole curve of δ, and two chains take a lattice in the plane.
+    if not restarts and best.loss > WORTH:
+        best = goal.better(best, goal.best(_ways(inner, goal, shared=True)), GAIN)
+    if of_one_epoch and best.loss > WORTH_TWO:
+        two = _by_program(inner, goal, shared=False, one=best.lam)
+        if cost(two.columns.over(two.lam, inner.bins, 1, goal.precision**-0.5), 5.0) <= DEAREST_PLANE:
+            best = goal.better(best, goal.best([two]), GAIN_TWO)
+    return best
 
 
 def first_guess(
@@ -169,6 +180,11 @@ def first_guess(
     return _at_budget(products, b, allowed / horizon.epochs if restarts else allowed) ** -0.5
 
 
+def _ways(inner: _Inner, goal: _Goal, *, shared: bool) -> list[Dominating]:
+    """One chain with a nugget, and with a shared part if that is allowed."""
+    return [_by_program(inner, goal, shared=shared)] + ([_by_norm(inner, goal)] if inner.toeplitz else [])
+
+
 class _Inner:
     """The inner products of the m_j of |C|: what a bin adds over all epochs of ``block``."""
 
@@ -201,7 +217,9 @@ class _Inner:
 
     @cached_property
     def by_distance(self) -> Array:
-        """Of Toeplitz C, the largest inner product at each distance: that of the earliest pair, none cut off."""
+        """Those with bin 0: of Toeplitz C the largest at each distance, none being cut off."""
+        if self._dense is not None:
+            return np.asarray(self._dense[0] * SAFETY)
         centre = participation_sum(self.column, self.block)
         return np.asarray(np.correlate(np.append(centre, np.zeros(self.bins - 1)), centre) * SAFETY)
 
@@ -262,14 +280,20 @@ class _Goal:
             self.upper = {i: row for i, row in inner.from_last() if i in wanted}
         self.budget, self.precision = budget, _at_budget(self.upper, b, budget)
 
+    def best(self, choices: list[Dominating]) -> Dominating:
+        """The choice of the least E W², with its loss."""
+        best = min(choices, key=lambda choice: self.excess(choice.lam, choice.columns))
+        return replace(best, loss=self.loss(best.lam, best.columns))
+
+    def better(self, simple: Dominating, dear: Dominating, gain: float) -> Dominating:
+        """The dear one if it gains so much."""
+        return dear if dear.loss < simple.loss - gain else simple
+
     def loss(self, lam: float, columns: Columns) -> float:
         """About how much more σ these columns need, relatively."""
 
         def enough(x: float) -> bool:
-            scale = math.exp(-2 * x)
-            chain, nugget, shared = (scale * part for part in (columns.chain, columns.nugget, columns.shared))
-            less = replace(columns, chain=chain, nugget=nugget, shared=shared)
-            return self.excess(lam, less) <= self.budget * (1 + 1e-6)
+            return self.excess(lam, columns.times(math.exp(-2 * x))) <= self.budget * (1 + 1e-6)
 
         return math.expm1(bisect(enough, 0.0, 3.0, width=1e-4))
 
@@ -293,21 +317,18 @@ def _rows(lam: float, columns: Columns, block: Horizon) -> Callable[[int], Array
     if columns.runs:  # of one epoch, and without a tail
         logs, nugget = log_correlations(columns.runs), columns.nugget * (np.arange(b) == 0)
         return lambda i: columns.chain * np.exp(logs[i:] - logs[i]) + nugget[: b - i] + columns.shared
-    chain, d = Chain(lam, b, k, 1.0, columns.tail), np.arange(float(b))
-    by_distance = k * columns.chain * chain.covariance(d) if lam else np.where(d == 0, k * columns.chain, 0.0)
-    by_distance = by_distance + k**2 * columns.shared
-    by_distance[0] += k * columns.nugget
-    ends = math.sqrt(k * columns.chain * columns.tail) * chain.end_effect(d)
+    chain, d = Chain(lam, -(-b // columns.hold), k, 1.0, columns.tail), np.arange(b)
+    places = d // columns.hold
+    by_place = k * columns.chain * chain.covariance(d) if lam else np.where(d == 0, k * columns.chain, 0.0)
+    others = np.where(d == 0, k * columns.nugget, 0.0) + k**2 * columns.shared
+    if columns.second:
+        others += columns.second[1] * columns.second[0] ** d
+    ends = math.sqrt(k * columns.chain * columns.tail) * chain.end_effect(places)
 
     def row(i: int) -> Array:
-        return np.asarray(by_distance[: b - i] - ends[i] * ends[i:])
+        return np.asarray(by_place[places[i:] - places[i]] + others[: b - i] - ends[i] * ends[i:])
 
     return row
-
-
-def _independent(inner: _Inner) -> Dominating:
-    """λ = 0: a diagonal that outweighs its rows; for diagonal C that loses nothing but what differs along it."""
-    return Dominating(0.0, Columns(0.0, _lacking(inner) * SAFETY / inner.block.epochs))
 
 
 def _lacking(inner: _Inner, above: Callable[[int], Array] | None = None, less: Array | None = None) -> float:
@@ -332,90 +353,82 @@ def _lacking(inner: _Inner, above: Callable[[int], Array] | None = None, less: A
     return max(float(sums.max()), 0.0)
 
 
-def _by_entries(inner: _Inner, goal: _Goal) -> Dominating:
-    """The best λ, chain, tail and shared part, with the least nugget that makes up for what is too small."""
-    largest, k = max(float(row[0]) for row in goal.upper.values()), inner.block.epochs
+def _by_program(inner: _Inner, goal: _Goal, *, shared: bool, one: float = 0.0) -> Dominating:
+    """The best λ, with the other parts and cosines from a linear program whose costs are E W²'s, linearised.
 
-    def chosen(x: Array) -> tuple[float, Columns]:
-        lam, (tail, shared) = _lam(x[0]), 1 / (1 + np.exp(-np.maximum(x[2:], -700.0)))
-        top = k * float(Chain(lam, inner.bins, k, 1.0, 0.0).covariance(0.0))
-        chain = largest * math.exp(min(float(x[1]), 1.0)) / top
-        return lam, Columns(chain, 0.0, float(tail), float(shared) * largest / k**2 if shared > NONE else 0.0)
-
-    def score(x: Array) -> float:
-        """With the nugget that the sampled rows ask for."""
-        lam, columns = chosen(x)
-        above, nugget = _rows(lam, columns, inner.block), 0.0
-        for i, row in goal.upper.items():
-            lacking = row - above(i)
-            nugget = max(nugget, float(lacking[0]) + 2 * float(np.maximum(lacking[1:], 0.0).sum()))
-        return goal.excess(lam, replace(columns, nugget=nugget / k))
-
-    starts = [
-        np.array([math.log(-math.log1p(-lam)), math.log(share), tail, shared])
-        for lam in _LAMBDAS
-        for share in (0.4, 0.6, 0.9)
-        for tail in (-3.0, 0.5)
-        for shared in (-9.0, -1.0)
-    ]
-    lam, columns = chosen(_improve(score, starts, 0.1, most=260))
-    nugget = _lacking(inner, _rows(lam, columns, inner.block)) / k
-    return Dominating(lam, Columns(columns.chain * SAFETY, nugget * SAFETY, columns.tail, columns.shared * SAFETY))
-
-
-def _by_cosines(inner: _Inner, goal: _Goal) -> Dominating:
-    """The best λ, with the other parts and cosines from a linear program whose costs are E W²'s, linearised."""
+    ``shared`` allows a shared part; ``one``, the λ of the best chain, asks for two in its place (one epoch).
+    """
+    two = one > 0
     b, k, needed = inner.bins, inner.block.epochs, inner.by_distance
-    pairwise, distance, waves = b <= MOST_PAIRWISE, np.arange(float(b)), _waves(inner)
-    # Where G' and the cosines are compared: at all short distances from the first bin, and at some others.
-    far = np.unique(np.geomspace(1, b, 100).astype(int))
-    places = {0: np.unique(np.concatenate([np.arange(min(b, _NEAR)), far - 1, b - far]))}
-    for left in np.unique(np.geomspace(1, max(0.8 * b, 1), 9).astype(int)).tolist() if pairwise and b > 1 else []:
-        places[b - left] = np.unique(np.geomspace(1, left, 24).astype(int)) - 1
-    rows = {i: row for i, row in inner.from_last() if i in places} if pairwise else {0: needed}
-    start, apart = np.repeat(list(places), [len(d) for d in places.values()]), np.concatenate(list(places.values()))
-    right = -np.append(np.concatenate([rows[i][d] for i, d in places.items()]), 0.0)
+    pairwise, distance, waves = b <= MOST_PAIRWISE, np.arange(b), _waves(inner)
+    least = LEAST * needed[0] if two else 0.0
+    # λ = 0: a diagonal that outweighs its rows; for diagonal C that loses nothing but what differs along it.
+    alone = Columns(0.0, _lacking(inner) / k)
 
-    def columns(lam: float, passes: int) -> Columns:
-        whole = Chain(lam, b, k, 1.0, 1.0)
-        ends = whole.end_effect(distance)
-        parts = np.column_stack([whole.covariance(distance), distance == 0, np.ones(b)])
+    def columns(lams: list[float], passes: int) -> Dominating:
+        hold = max(1, round(HELD / (1 - lams[0]))) if two else 1
+        places, whole = distance // hold, Chain(lams[0] ** hold, -(-b // hold), k, 1.0, 1.0)
+        ends = whole.end_effect(places)
+
+        def shapes(first: NDArray[np.int64], apart: NDArray[np.int64]) -> Array:
+            """What the parts have at these pairs of bins; the first part is what the tail takes away."""
+            last = first + apart
+            chain, others = whole.covariance(places[last] - places[first]), [lam**apart for lam in lams[1:]]
+            return np.column_stack([-ends[first] * ends[last], chain, *others, apart == 0, np.ones(len(apart))])
+
+        # Where G' and the cosines are compared: at all short distances from the first bin, and at some others.
+        far = np.unique(np.geomspace(1, b, 100).astype(int))
+        compared = {0: np.unique(np.concatenate([distance[:_NEAR], far - 1, b - far]))}
+        for left in np.unique(np.geomspace(1, max(0.8 * b, 1), 9).astype(int)).tolist() if pairwise and b > 1 else []:
+            compared[b - left] = np.unique(np.geomspace(1, left, 24).astype(int)) - 1
+        # A held chain is the smallest where the earlier bin is the last of its place.
+        ends_of = {i: min(i // hold * hold + hold, b) - 1 for i in compared}
+        compared = {ends_of[i]: d[d < b - ends_of[i]] for i, d in compared.items()}
+        rows = {i: row for i, row in inner.from_last() if i in compared} if pairwise else {0: needed}
+        start = np.repeat(list(compared), [len(d) for d in compared.values()])
+        apart = np.concatenate(list(compared.values()))
+        right = -np.append(np.concatenate([rows[i][d] for i, d in compared.items()]), 0.0)
         # What these have beyond the cosines is at least what is needed, and so on the diagonal; a tail is at most 1.
-        left = np.column_stack([ends[start] * ends[start + apart], -parts[apart], waves[apart]])
+        left = -np.hstack([shapes(start, apart), -waves[apart]])
         left = np.vstack([left, np.append([1.0, -1.0], np.zeros(left.shape[1] - 2))])
-        bounds = [(0, None if pairwise else 0)] + [(0, None)] * (left.shape[1] - 1)
-        above, best = dict(goal.upper), Columns(0.0, float(needed[0] + 2 * needed[1:].sum()) / k)
+        bounds = [(0.0, None if pairwise else 0.0)] + [(least, None)] * (len(lams) + 1)
+        bounds += [(0.0, None if shared else 0.0)] + [(0.0, None)] * waves.shape[1]
+        parts = {i: shapes(np.full(b - i, i), distance[: b - i]) for i in goal.upper}
+        above, best = dict(goal.upper), alone
         x = np.zeros(left.shape[1])
         for step in range(passes):
-            weights, taken = np.zeros(b), 0.0
+            costs = np.zeros(left.shape[1])
             for i, row in above.items():
                 own = np.exp(np.minimum(row * goal.precision, 600.0))
                 own[1:] *= 2
-                weights[: b - i] += own
-                taken += float(ends[i] * (own @ ends[i:]))
-            costs = np.concatenate([[-taken], weights @ parts, np.zeros(waves.shape[1])]) / (weights @ parts[:, 0])
-            solved = linprog(costs, A_ub=left, b_ub=right, bounds=bounds, method="highs")
+                costs[: parts[i].shape[1]] += own @ parts[i]
+            solved = linprog(costs / costs[1], A_ub=left, b_ub=right, bounds=bounds, method="highs")
             if not solved.success:
                 break
             # Frank and Wolfe: what lies between two solutions is one, and E W² is convex.
             x += 2 / (step + 2) * (np.maximum(solved.x, 0.0) - x)
-            taken, chain, nugget, shared, *shares = x.tolist()
+            taken, chain, *second = x[: 1 + len(lams)].tolist()
+            nugget, alike, *shares = x[1 + len(lams) :].tolist()
             tail = min(taken / chain, 1.0) if chain else 0.0
-            made = Columns(chain / k, nugget / k, tail, shared / k**2 if shared > NONE * needed[0] else 0.0)
+            made = Columns(chain / k, nugget / k, tail, alike / k**2 if alike > NONE * needed[0] else 0.0)
+            if two:
+                made = replace(made, second=(lams[1], second[0]), hold=hold)
             wave = waves @ shares + (2e-12 + 2e-15 * b) * sum(shares)
-            made = replace(made, nugget=made.nugget + _lacking(inner, _rows(lam, made, inner.block), wave) / k)
-            best = min(best, made, key=lambda choice: goal.excess(lam, choice))
-            above = {i: _rows(lam, made, inner.block)(i) for i in above}
-        return best
+            lacking = _lacking(inner, _rows(whole.lam, made, inner.block), wave)
+            made = replace(made, nugget=made.nugget + lacking / k)
+            best = min(best, made, key=lambda choice: goal.excess(whole.lam, choice))
+            above = {i: _rows(whole.lam, made, inner.block)(i) for i in above}
+        return Dominating(whole.lam if best.chain else 0.0, best.times(SAFETY))
 
     def score(x: Array) -> float:
-        lam = _lam(x[0])
-        return goal.excess(lam, columns(lam, 4))
+        if two and x[1] >= x[0]:
+            return math.inf
+        tried = columns([_lam(y) for y in x], 3 if two else 4)
+        return goal.excess(tried.lam, tried.columns)
 
-    starts = [np.array([math.log(-math.log1p(-lam))]) for lam in _LAMBDAS[::2]]
-    lam = _lam(_improve(score, starts, 0.2, most=16)[0])
-    best = columns(lam, 12)
-    return Dominating(lam, Columns(best.chain * SAFETY, best.nugget * SAFETY, best.tail, best.shared * SAFETY))
+    scaled = [math.log(-math.log1p(-lam)) for lam in ((one, 1 - (1 - one) / 1.5) if two else _LAMBDAS[::2])]
+    starts = [np.array([x, *y]) for x in scaled for y in (((x - 0.15,), (x - 0.7,), (x - 1.5,)) if two else ((),))]
+    return columns([_lam(y) for y in _improve(score, starts, 0.3 if two else 0.2, most=24 if two else 16)], 12)
 
 
 def _waves(inner: _Inner) -> Array:
@@ -431,7 +444,12 @@ def _waves(inner: _Inner) -> Array:
     # From here on these cosines mirror what they were: what is large near by would be large far away again.
     short = tapered(min(b, _FREQUENCIES), math.pi * np.arange(_FREQUENCIES + 1) / _FREQUENCIES)
     long = tapered(b, np.geomspace(math.pi / b, 0.2, 16))
-    return np.hstack([short, long, np.cos(np.outer(distance, 2 * math.pi / b * np.arange(1, min(b // 2, 8) + 1)))])
+    whole = np.cos(np.outer(distance, 2 * math.pi / b * np.arange(1, min(b // 2, 8) + 1)))
+    # −1 at some distances, all of them made up for on the diagonal.
+    cuts = np.unique(np.geomspace(1, b, 32).astype(int))
+    taken = -1.0 * ((distance[:, None] >= cuts[:-1]) & (distance[:, None] < cuts[1:]))
+    taken[0] = 2.0 * np.diff(cuts)
+    return np.hstack([short, long, whole, taken])
 
 
 def _lam(x: float) -> float:

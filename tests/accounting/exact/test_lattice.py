@@ -29,6 +29,7 @@ from lambdacgd.accounting.exact.lattice import (
     stretches,
     value_grid,
 )
+from lambdacgd.accounting.exact.plane import PlaneProduct, plane
 from lambdacgd.accounting.gaussian import jensen_add, one_bin_delta
 from lambdacgd.errors import AccountingError
 from reproduce.reference import gram, quadrature
@@ -197,7 +198,10 @@ def product_of(chain: Chain, *, ratio: float, reach: float, fine: float = 2e-3, 
     plan = [Stretch(1, float(c), float(c)) for c in chain.log_scales[1:-1][::-1]]
     if chain.runs or chain.amplitudes:
         plan = stretches(chain, 0.0)
-    return TransferProduct(chain, lattice(chain, ratio, reach), value_grid(fine, 0.02, top), plan)
+    grid = value_grid(fine, 0.02, top)
+    if chain.second:
+        return PlaneProduct(chain, plane(chain, ratio, reach), grid, plan)
+    return TransferProduct(chain, lattice(chain, ratio, reach), grid, plan)
 
 
 def mean_of(product: TransferProduct, z: float) -> float:
@@ -234,6 +238,7 @@ CHAINS = [
     pytest.param(normalized_chain(0.95, 60, 1, 1.1), id="normalised, one epoch"),
     pytest.param(replace(normalized_chain(0.95, 60, 1, 1.1), nugget=0.3), id="runs with a nugget"),
     pytest.param(normalized_chain(0.98, 12, 3, 2.5), id="normalised, short epochs"),
+    pytest.param(Chain(0.9, 40, 1, 0.8, 0.7, 0.3, second=(0.6, 0.5), hold=3), id="two chains"),
 ]
 
 
@@ -250,7 +255,7 @@ def test_mass_mean_and_second_moment(chain: Chain) -> None:
     assert expected * (1 - 1e-6) <= second <= expected * (1 + 0.02**2) + chain.bins * (2e-4) ** 2
 
 
-@pytest.mark.parametrize("chain", CHAINS[:4] + CHAINS[-2:])
+@pytest.mark.parametrize("chain", CHAINS[:4] + CHAINS[-3:])
 @pytest.mark.parametrize("reach", [2.0, 3.0])
 def test_truncation_loses_no_more_than_its_bound(chain: Chain, reach: float) -> None:
     product = product_of(chain, ratio=0.75, reach=reach, top=1e7)

@@ -17,6 +17,7 @@ from lambdacgd.accounting.exact.accountant import EXTENDED_GAIN, FINE, Scale, lo
 from lambdacgd.accounting.exact.lattice import (
     AVAILABLE,
     Chain,
+    Columns,
     Site,
     TransferProduct,
     lattice,
@@ -167,6 +168,18 @@ def test_transforms_keep_within_half_their_rounding_margin(case: Any, direction:
     total = abs(complex(exact[0]))
     for value, truth in zip(computed, exact, strict=True):
         assert abs(complex(np.clongdouble(value) - truth)) <= 0.5 * rounding_unit(b) * total
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="needs extended precision as the yardstick")
+@pytest.mark.parametrize("direction", ["remove", "add"])
+def test_two_chains_keep_within_half_their_rounding_margin(direction: Any) -> None:
+    columns = Columns(1.34, 0.53, 0.75, second=(0.8, 0.96), hold=3)
+    strike = math.exp(3.0 if direction == "remove" else -1.0)
+    law = loss_law(columns.over(0.974, 390, 1, 1.43), Scale(strike, 1e-5, 4.0), FINE, direction=direction)
+    z = (1j * np.linspace(0.0, 120.0, 41) - 2.0) / strike
+    exact = law.product(z[:2], direction, extended=True)
+    for value, truth in zip(law.product(z, direction), exact, strict=False):
+        assert abs(complex(np.clongdouble(value) - truth)) <= 0.5 * rounding_unit(390) * abs(complex(exact[0]))
 
 
 def test_batches_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:

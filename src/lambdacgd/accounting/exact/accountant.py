@@ -54,6 +54,7 @@ from lambdacgd.accounting.exact.lattice import (
     stretches,
     value_grid,
 )
+from lambdacgd.accounting.exact.plane import Plane, PlaneProduct, plane
 from lambdacgd.accounting.gaussian import jensen_add, one_bin_delta
 from lambdacgd.accounting.root import Secant, find_root, log_ratio, rounded_up, smallest, smallest_certified
 from lambdacgd.errors import AccountingError
@@ -148,14 +149,18 @@ def loss_law(chain: Chain, scale: Scale, precision: Precision, *, direction: One
         top = min(top, scale.strike + 12 * width)
     grid = value_grid(fine, ratio, max(top, 4 * fine))
     reach = max(4.0, -float(ndtri(min(negligible / (4 * bins), 0.1))))
-    path = lattice(chain, spacing_ratio(chain.bins, precision.lattice), reach, shifted=direction == "remove")
+    ratio, shifted = spacing_ratio(chain.bins, precision.lattice), direction == "remove"
+    path = (plane if chain.second else lattice)(chain, ratio, reach, shifted=shifted)
     if path.eta * path.links >= 0.5:
         raise AccountingError(f"the lattice is too coarse to certify anything; {REPORT}")
     plan = stretches(chain, precision.scales * bins / (1 + scale.slope))
     gap = sum(s.count * (s.up - s.down) for s in plan) / bins * (1 + scale.slope)
     stretched = max((math.exp(s.up - s.down) for s in plan), default=1.0)
     cap = bins * float(lognormal_excess(log_mean, deviation, float(grid[-1]))) * path.growth * stretched
-    return LossLaw(TransferProduct(chain, path, grid, plan), direction, cap, gap, stretched)
+    product = (
+        PlaneProduct(chain, path, grid, plan) if isinstance(path, Plane) else TransferProduct(chain, path, grid, plan)
+    )
+    return LossLaw(product, direction, cap, gap, stretched)
 
 
 # A put from the transform
@@ -718,9 +723,12 @@ def _final_precision(rtol: float) -> Precision:
 
 def cost(chain: Chain, slope: float) -> float:
     """Real operations for one complex frequency, from the lattice's size before it is built."""
+    ratio = spacing_ratio(chain.bins, FINE.lattice)
+    if chain.second:
+        return plane(chain, ratio, 7.0).cost
     tau = math.sqrt((1 - chain.lam) / (1 + chain.lam))
     span = 14 * math.sqrt(chain.variance(0.0)) + math.sqrt(chain.gain) * max(float(chain.largest_shift(0.5)), 0.0)
-    states = span / (spacing_ratio(chain.bins, FINE.lattice) * tau) + 3
+    states = span / (ratio * tau) + 3
     columns = 1.0 if chain.epochs == 1 else states
     total = 0.0
     for stretch in stretches(chain, FINE.scales * chain.bins / (1 + slope)):
@@ -767,6 +775,8 @@ def candidates(exact: Chain) -> list[Chain]:
 
 def select(exact: Chain, slope: float, most: float = AFFORDABLE) -> tuple[Chain, float]:
     """The chain to compute with, at ``most`` so many operations a frequency, and what it is expected to add to σ."""
+    if exact.second:  # nothing cheaper dominates two chains
+        return exact, 0.0
     if cost(exact, slope) <= most:
         if exact.tail and not exact.amplitudes:
             longer = replace(exact, tail=0.0)

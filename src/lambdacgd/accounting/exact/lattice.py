@@ -56,6 +56,9 @@ class Chain:
     ``runs`` (one epoch): bins of Var(u) = 1 whose correlation changes along the epoch (Lemma 1c). A run of ``count``
     bins has a number r; the correlation of two neighbours is the geometric mean of theirs, and ``lam`` is the
     largest r. ``amplitudes`` (no nugget): one number a_j a bin, X_j = √gain·a_j·u_j − Var(X_j)/2 (Lemma 7c).
+
+    ``second`` (one epoch, with a nugget): λ and gain of another chain, stationary, that X_j has besides. The first
+    chain then has one place for every ``hold`` bins and takes one step from place to place (Lemma 2b).
     """
 
     lam: float
@@ -67,6 +70,14 @@ class Chain:
     repeat: int = 1
     runs: tuple[tuple[int, float], ...] = ()
     amplitudes: tuple[float, ...] = ()
+    second: tuple[float, ...] = ()
+    hold: int = 1
+
+    @cached_property
+    def parts(self) -> tuple[Chain, Chain]:
+        """The two chains, each over its own places."""
+        lam, gain = self.second
+        return Chain(self.lam, -(-self.bins // self.hold), 1, self.gain, self.tail), Chain(lam, self.bins, 1, gain, 0.0)
 
     @property
     def all_bins(self) -> int:
@@ -79,6 +90,8 @@ class Chain:
 
     def emission(self, j: int) -> tuple[float, float]:
         """What multiplies u_j in X_j, and Var(X_j). Without amplitudes all bins share bin 0's: see ``log_scales``."""
+        if self.second:
+            return math.sqrt(self.gain), sum(part.emission(0)[1] for part in self.parts) + self.nugget
         j, a = (j, self.amplitudes[j]) if self.amplitudes else (0, 1.0)
         return math.sqrt(self.gain) * a, self.gain * a**2 * self.variance(j) + self.nugget
 
@@ -131,6 +144,8 @@ class Chain:
         """log c_j ≥ 0, increasing in j: e^{X_j} = c_j · exp(√gain·u_j − gain·Var(u_0)/2)."""
         if self.amplitudes:
             return np.zeros(self.bins)
+        if self.second:
+            return np.repeat(self.parts[0].log_scales, self.hold)[: self.bins]
         h = self.end_effect(np.arange(self.bins))
         return 0.5 * self.gain * self.tail * (h - h[0]) * (h + h[0])
 
@@ -147,7 +162,7 @@ class Chain:
         if self.runs:
             spread = self.gain * self._mean_correlation
             return -(self.gain + self.nugget) / 2, spread + self.nugget / self.bins
-        if self.amplitudes:
+        if self.amplitudes or self.second:
             dense = self.gram()
             return -float(np.diag(dense).mean()) / 2, float(dense.mean())
         h = self.end_effect(np.arange(self.bins))
@@ -200,6 +215,9 @@ class Chain:
             logs = log_correlations(self.runs)
             chain = self.gain * np.exp(-np.abs(logs[:, None] - logs[None]))
             return np.asarray(chain + self.nugget * np.eye(self.bins))
+        if self.second:
+            (first, second), place = (part.gram() for part in self.parts), j // self.hold
+            return np.asarray(first[place[:, None], place] + second + self.nugget * np.eye(self.bins))
         h = self.end_effect(j)
         chain = self.gain * (self.covariance(np.abs(j[:, None] - j[None])) - self.tail * np.outer(h, h))
         if self.amplitudes:
@@ -224,7 +242,8 @@ class Columns:
 
     ``tail`` = 0 are columns that do not feel the last step. The λ is its accountant's. What all columns share is a
     Gaussian mechanism of its own, with which ``FreshBins`` composes the chain. With ``runs``, of one epoch, the
-    correlations of the chain are theirs in place of λ^{|s−t|}, and λ is the largest (see ``Chain``).
+    correlations of the chain are theirs in place of λ^{|s−t|}, and λ is the largest (see ``Chain``). With ``second`` =
+    (μ, c), of one epoch, c·μ^{|s−t|} comes on top, and s and t of the chain are ⌊s/hold⌋ and ⌊t/hold⌋.
     """
 
     chain: float = 1.0
@@ -232,9 +251,14 @@ class Columns:
     tail: float = 0.0
     shared: float = 0.0
     runs: tuple[tuple[int, float], ...] = ()
+    second: tuple[float, ...] = ()
+    hold: int = 1
 
     def __post_init__(self) -> None:
         positive = self.chain >= 0 and self.nugget >= 0 and 0 < self.chain + self.nugget < math.inf
+        if self.second:
+            lam, chain = self.second
+            positive &= 0 < lam < 1 and 0 < chain < math.inf and min(self.chain, self.nugget) > 0 and self.hold >= 1
         if not (positive and 0 <= self.tail <= 1 and 0 <= self.shared < math.inf):
             raise AccountingError(f"{self!r} are no columns: no part is negative, and a tail is at most 1")
 
@@ -245,6 +269,12 @@ class Columns:
         chain = weight / lam + weight**2 / energy
         return cls(scale * chain, scale * zero / lam, weight / (lam * energy + lam**2 * weight))
 
+    def times(self, factor: float) -> Columns:
+        """All parts times ``factor``."""
+        chain, nugget, shared = factor * self.chain, factor * self.nugget, factor * self.shared
+        second = (*self.second[:1], *(factor * c for c in self.second[1:]))
+        return replace(self, chain=chain, nugget=nugget, shared=shared, second=second)
+
     def over(self, lam: float, bins: int, epochs: int, sigma: float) -> Chain:
         """Their chain at noise σ; it has no room for what they share."""
         if self.shared:
@@ -252,11 +282,14 @@ class Columns:
         if lam == 0:
             return Chain(0.0, bins, epochs, epochs * (self.chain + self.nugget) / sigma**2, 0.0)
         gain, nugget = epochs * self.chain / sigma**2, epochs * self.nugget / sigma**2
+        if self.second and epochs > 1:
+            raise AccountingError(f"two chains are of one epoch; {REPORT}")
         if self.runs:
             largest, all_bins = max(r for _, r in self.runs), sum(count for count, _ in self.runs)
             if (lam, bins, epochs) != (largest, all_bins, 1) or self.tail:
                 raise AccountingError(f"these columns are of one epoch of {all_bins} steps, without a tail; {REPORT}")
-        return Chain(lam, bins, epochs, gain, self.tail, nugget, runs=self.runs)
+        second = self.times(sigma**-2).second
+        return Chain(lam, bins, epochs, gain, self.tail, nugget, runs=self.runs, second=second, hold=self.hold)
 
 
 def normalized_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
@@ -446,7 +479,7 @@ class Site:
         spread = np.lib.stride_tricks.as_strided(transforms, (len(transforms), *self.kernel.shape), steps)
         return np.asarray(self.kernel * spread)
 
-    def transform(self, waves: _Waves) -> NDArray[Any]:
+    def transform(self, waves: Waves) -> NDArray[Any]:
         """E[e^{zcY}]^repeat: one row per frequency z, one column per lattice neighbourhood."""
         total = self.table.sum(axis=0, dtype=waves.departure.dtype)
         departure = waves.departure @ self.table
@@ -794,7 +827,7 @@ class TransferProduct:
 
     def _evaluate(self, z: NDArray[Any], direction: OneWay) -> NDArray[Any]:
         first, last = self.ends
-        waves = _Waves(self.grid, z, last)
+        waves = Waves(self.grid, z, last)
         strips = self.right.matrices(self.right.transform(waves))
         some = max(1, IN_CACHE // (16 * self.lattice.states**2))
         before: tuple[int, float] | None = None
@@ -810,7 +843,7 @@ class TransferProduct:
         return np.asarray((ends.transpose(0, 2, 1) * strips).sum(axis=(1, 2)))
 
 
-class _Waves:
+class Waves:
     """e^{zcy} at the grid's points y, for every frequency z, split so that little of it is rounded.
 
     b bins repeat the rounding of one, so it is kept out where it can be: a transform at real z is 1 + Σ p (e^{zy} − 1)
@@ -831,8 +864,8 @@ class _Waves:
             sine, damped = np.sin(half), self.damping[self.which] if len(reals) > 1 else self.damping
             self.turned = np.concatenate([-2 * damped * sine * sine, 2 * damped * sine * np.cos(half)])
 
-    def at(self, log_scale: float) -> _Waves:
-        return self if log_scale == self.log_scale else _Waves(self.grid, self.z, log_scale)
+    def at(self, log_scale: float) -> Waves:
+        return self if log_scale == self.log_scale else Waves(self.grid, self.z, log_scale)
 
 
 def apply_power(matrix: Any, count: int, strip: Any, *, symmetric: bool = False) -> Any:

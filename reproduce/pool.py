@@ -76,6 +76,7 @@ class Worker:
     device: str
     threads: int = 1
     weights: Path | None = None
+    unfinished: Path | None = None  #: where runs that time cuts off are kept, each in a folder of its own
 
 
 def solve(
@@ -263,7 +264,8 @@ def _work(worker: Worker, tasks: Any, done: Any, until: float) -> None:
             if run.task not in held:
                 splits = unpacked(torch.load(worker.data[run.task], mmap=True, weights_only=True))
                 held[run.task] = Data(run.task, splits, torch.device(worker.device))
-            result = outcome(run, held[run.task], plans, until=until)
+            kept = None if worker.unfinished is None else worker.unfinished / run.digest
+            result = outcome(run, held[run.task], plans, until=until, unfinished=kept)
         except TooLate:
             return
         except Exception as error:  # the parent is told, ends that search, and goes on with the others
@@ -357,7 +359,7 @@ def train_runs(
     experiment: Names,
     plans: Plans = FOLDER / "plans.jsonl",
     data: Annotated[Path | None, typer.Option("--data", help="Folder with the data set's files.")] = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder for runs.jsonl.")] = FOLDER,
+    out: Annotated[Path, typer.Option("--out", help="Folder for runs.jsonl and unfinished runs.")] = FOLDER,
     minutes: Annotated[float, typer.Option("--minutes", help="Stop in time.")] = 10.0,
     parallel: Annotated[int, typer.Option("--parallel", help="Worker processes.")] = 4,
     threads: Annotated[int, typer.Option("--threads", help="Threads of each.")] = 2,
@@ -393,10 +395,11 @@ def train_runs(
             load = problem(task).load if weights is None else partial(reviews, register_weights(weights))
             torch.save(packed(load(data)), files[task])
         print(f"data ready, {until - time.monotonic():.0f} s left", flush=True)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         rows = solve(
             searches,
             store,
-            Worker(files, plans, device or ("cuda" if torch.cuda.is_available() else "cpu"), threads, weights),
+            Worker(files, plans, device, threads, weights, out / "unfinished"),
             parallel=parallel,
             until=until,
             allow=lambda run: split in (None, run.split),

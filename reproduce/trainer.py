@@ -5,11 +5,13 @@ A run is captured on CUDA where the noise allows it; otherwise it is the plain l
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +21,7 @@ from torch.nn import functional as F
 
 from lambdacgd.accounting.floating_point import cover
 from lambdacgd.errors import InvalidInput
+from lambdacgd.keys import SecretKey
 from lambdacgd.noise import NonFiniteSum
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
@@ -69,7 +72,9 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None = None) -> Result:
+def train(
+    run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None = None, unfinished: Path | None = None
+) -> Result:
     """Train and evaluate a run.
 
     Args:
@@ -77,6 +82,8 @@ def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None 
         data: The examples of the run's task.
         plans: Where the run's plan is.
         until: When to give up, on the clock of ``time.monotonic()``.
+        unfinished: A folder of the run's own. A run that gives up leaves its checkpoint and its key there, one that is
+            there goes on with its very bits, one that ends takes the folder away.
 
     Returns:
         The accuracy of the last weights and of their averages, by name; and what the plan and the clock say.
@@ -92,7 +99,7 @@ def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None 
             refused.enter_context(patch("lambdacgd.training.privatize.check_plan"))
         for module in () if proven else ("privatize", "step"):
             refused.enter_context(patch(f"lambdacgd.training.{module}.floating_point_of", lambda *_: None))
-        return _train(run, data, plan, until) | ({} if proven else {"unproven": True})
+        return _train(run, data, plan, until, unfinished) | ({} if proven else {"unproven": True})
 
 
 def covered(plan: Plan, run: TrainingRun) -> bool:
@@ -112,7 +119,7 @@ def covered(plan: Plan, run: TrainingRun) -> bool:
     return True
 
 
-def _train(run: TrainingRun, data: Data, plan: Plan, until: float | None) -> Result:
+def _train(run: TrainingRun, data: Data, plan: Plan, until: float | None, unfinished: Path | None) -> Result:
     (x, y), held_out = data.cut(run)
     began = time.monotonic()
     torch.manual_seed(run.seed)
@@ -127,16 +134,23 @@ def _train(run: TrainingRun, data: Data, plan: Plan, until: float | None) -> Res
     private = privatize(
         model, optimizer, rows, plan, max_grad_norm=run.max_grad_norm, collate_fn=rows.collate,
         max_physical_batch_size=physical, augmentations=views, pad_batches=1 if physical is None else 32,
+        key=None if unfinished is None else _key(unfinished),
     )  # fmt: skip
+    averages = {f"ema-{decay:g}": private.ema(decay) for decay in AVERAGES}
+    if unfinished is not None and private.resume(unfinished / "checkpoint"):
+        began -= private.extra["seconds"]
+        rate = optimizer.param_groups[0]["lr"]
     loss = loss_of if views == 1 else _with_views(private, mixes_of(run.model))
     if physical is not None and not is_pretrained(run.model):
         loss = _in_bfloat16(loss, data.device)
-    averages = {f"ema-{decay:g}": private.ema(decay) for decay in AVERAGES}
     if run.schedule == "linear":
         private.after_step.append(lambda: _anneal(rate, run.learning_rate, private))
     with noise_of_epochs(private, plan):
         for _ in _captured(private, loss, rows.tensors) if captured else _loop(private, loss):
             if until is not None and time.monotonic() > until:
+                if unfinished is not None:
+                    private.save(unfinished / "checkpoint", extra={"seconds": time.monotonic() - began})
+                private.detach()
                 raise TooLate(str(run))
         wait(data.device)
     seconds = time.monotonic() - began
@@ -145,16 +159,32 @@ def _train(run: TrainingRun, data: Data, plan: Plan, until: float | None) -> Res
         with average.applied():
             scores[name] = accuracy(model, *held_out)
     private.detach()
+    if unfinished is not None:
+        shutil.rmtree(unfinished)
     result = {"accuracy": scores, "evaluated": len(held_out[1]), "seconds": round(seconds, 2), "captured": captured}
     result["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return result | _facts(plan)
 
 
-def outcome(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None = None) -> Result:
+def _key(folder: Path) -> SecretKey:
+    """The key of a run that may be interrupted. What is trained on here is public: copies of the file may be read."""
+    path = folder / "key"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        SecretKey.generate().save(path)
+    path.chmod(0o600)
+    return SecretKey.load(path)
+
+
+def outcome(
+    run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None = None, unfinished: Path | None = None
+) -> Result:
     """``train``, where a learning rate that blows up is an answer too. Every other error is raised."""
     try:
-        return train(run, data, plans, until=until)
+        return train(run, data, plans, until=until, unfinished=unfinished)
     except NonFiniteSum as error:
+        if unfinished is not None:
+            shutil.rmtree(unfinished)
         return diverged(str(error), plans.for_run(run, data.examples(run)))
 
 

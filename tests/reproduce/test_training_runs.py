@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -239,3 +240,25 @@ def test_workers_do_not_take_a_mistake_for_a_divergence(tmp_path: Path, monkeypa
 def test_a_run_gives_up_in_time(data: Data) -> None:
     with pytest.raises(TooLate):
         train(RUN, data, PlanBook(make=True), until=0.0)
+
+
+@pytest.mark.parametrize(("name", "lam"), [("lambda-cgd-fresh", 0.8), ("blt", None)])
+def test_a_run_that_time_cuts_off_goes_on_as_if_it_had_not(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, lam: Any
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda size: "1" * 2 * size)  # noise belongs to the run's id
+    run, plans = replace(RUN, schedule="linear", method=name, lam=lam), PlanBook(make=True)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trainer._key(whole)
+    parts.mkdir()
+    shutil.copy(whole / "key", parts / "key")
+    wanted = train(run, data, plans, unfinished=whole)
+    for _ in range(3):
+        with pytest.raises(TooLate):
+            train(run, data, plans, until=0.0, unfinished=parts)
+        (parts / "key").chmod(0o644)  # as copies have it
+    found = train(run, data, plans, unfinished=parts)
+    assert found["accuracy"] == wanted["accuracy"]
+    assert found["seconds"] > 0
+    assert not whole.exists()
+    assert not parts.exists()

@@ -225,6 +225,22 @@ def test_two_chains_follow_a_memory_of_two_time_scales() -> None:
         found.columns.over(found.lam, 390, 2, 1.0)
 
 
+def test_two_chains_are_refused_where_a_chain_would_be_left_out() -> None:
+    columns = Columns(1.0, 0.5, second=(0.9, 2.0))
+    with pytest.raises(AccountingError, match="above 0"):
+        columns.over(0.0, 5, 1, 1.0)
+    with pytest.raises(AccountingError, match="no columns"):
+        replace(columns, runs=((3, 0.9), (2, 0.5)))
+
+
+def test_one_epoch_of_two_chains_is_a_point_and_no_curve() -> None:
+    """A curve of b = 1000 took more than its most operations: it fell back on no amplification after four minutes."""
+    sampling = lc.BallsInBins("fixed", examples=390, steps_per_epoch=390, epochs=1)
+    made, by = accountant_for(lc.BLT(2).resolve(sampling.block), sampling)._columns(8.0, 1e-5)  # type: ignore[attr-defined]
+    assert by.columns.second
+    assert isinstance(made, TransferMatrix)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_mechanisms_are_never_certified_below_quadrature(seed: int) -> None:
     rng = np.random.default_rng(seed)

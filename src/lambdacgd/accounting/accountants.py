@@ -6,7 +6,7 @@
 | Poisson | C with as many bands as there are groups: one for DP-SGD | ``poisson.PoissonSampled`` |
 | Balls-in-Bins, fixed bins or one epoch | λCGD in any guise, so DP-SGD too | ``exact.TransferMatrix`` |
 | | BLT with one buffer | ``exact.TransferMatrix`` of a chain with a nugget |
-| | others | the same of one that dominates them, or ``composed.FreshBins`` with what all bins share, or of two chains |
+| | others | the same of one, or two, that dominate them, or ``composed.FreshBins`` with what all bins share |
 | Balls-in-Bins, fresh bins | the same three | ``composed.FreshBins`` of the same |
 | | where these refuse | ``gaussian.Unamplified``: amplification never hurts |
 
@@ -282,9 +282,9 @@ class _FixedBins(Accountant):
     epsilons = (SMALLEST_EPSILON, math.inf)
 
     def _made(self, lam: float, **columns: Any) -> TransferMatrix | FreshBins:
-        """The exact accountant of these columns; what all of them share is composed with the rest, two chains alone."""
+        """The exact accountant of these columns; what all of them share is composed with the rest."""
         b, k = self.sampling.steps_per_epoch, self.sampling.epochs
-        if "columns" in columns and (columns["columns"].shared or columns["columns"].second):
+        if "columns" in columns and columns["columns"].shared:
             return FreshBins(lam, b, 1, kept=k, **columns)
         return TransferMatrix(lam, b, k, **columns)
 

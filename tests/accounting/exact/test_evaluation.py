@@ -16,13 +16,17 @@ from lambdacgd.accounting.exact.accountant import (
     FINE,
     FourierSeries,
     Precision,
+    Scale,
     Window,
     choose_window,
     coefficients,
+    evaluate,
     far_bound,
     frequency_weights,
+    loss_law,
     tail_bound,
 )
+from lambdacgd.accounting.exact.lattice import plain_chain
 from lambdacgd.errors import AccountingError
 
 VALUES = np.array([0.05, 0.3, 0.9, 1.0, 1.3, 4.0, 30.0])
@@ -128,3 +132,11 @@ def test_too_many_frequencies_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(evaluation, "MOST_FREQUENCIES", 20)
     with pytest.raises(AccountingError, match="frequencies"):
         window_for(2.0, 1e-3, 1e-4)
+
+
+@pytest.mark.parametrize("precision", [COARSE, FINE])
+def test_a_steep_tail_at_a_low_strike_is_computed(precision: Precision) -> None:
+    """Tilts begin at 1/strike: none is small enough to look at what lies above the window."""
+    scale = Scale(math.exp(-5.0), 1e-9, 70.0)
+    law = loss_law(plain_chain(0.5, 10, 1, 1.0), scale, precision, direction="add")
+    assert 0 < evaluate(law, scale, precision).delta < 1e-6

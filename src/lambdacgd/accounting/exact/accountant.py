@@ -270,7 +270,7 @@ def choose_window(
     # Where W hardly varies, little of it lies beyond a window of a few widths of its law, also where all of it lies
     # above the strike: an estimate by Chernoff's bound.
     rising, above = np.zeros(0), np.zeros(0)
-    for largest in (100.0, 400.0) if narrow and not decreasing_beyond else ():
+    for largest in (100.0, 400.0) if narrow and not decreasing_beyond and tilts[0] < 100 else ():
         with contextlib.suppress(AccountingError), np.errstate(over="ignore"):  # e^{θW} may overflow
             above = np.log(np.asarray(law.transform(tilts[tilts < largest])))
             rising = tilts[tilts < largest]

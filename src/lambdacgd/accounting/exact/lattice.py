@@ -258,7 +258,13 @@ class Columns:
         positive = self.chain >= 0 and self.nugget >= 0 and 0 < self.chain + self.nugget < math.inf
         if self.second:
             lam, chain = self.second
-            positive &= 0 < lam < 1 and 0 < chain < math.inf and min(self.chain, self.nugget) > 0 and self.hold >= 1
+            positive &= (
+                0 < lam < 1
+                and 0 < chain < math.inf
+                and min(self.chain, self.nugget) > 0
+                and self.hold >= 1
+                and not self.runs
+            )
         if not (positive and 0 <= self.tail <= 1 and 0 <= self.shared < math.inf):
             raise AccountingError(f"{self!r} are no columns: no part is negative, and a tail is at most 1")
 
@@ -279,11 +285,11 @@ class Columns:
         """Their chain at noise σ; it has no room for what they share."""
         if self.shared:
             raise AccountingError("a chain holds nothing that all columns share: compose it with a Gaussian mechanism")
+        if self.second and (lam == 0 or epochs > 1):
+            raise AccountingError(f"two chains are of one epoch, with λ above 0; {REPORT}")
         if lam == 0:
             return Chain(0.0, bins, epochs, epochs * (self.chain + self.nugget) / sigma**2, 0.0)
         gain, nugget = epochs * self.chain / sigma**2, epochs * self.nugget / sigma**2
-        if self.second and epochs > 1:
-            raise AccountingError(f"two chains are of one epoch; {REPORT}")
         if self.runs:
             largest, all_bins = max(r for _, r in self.runs), sum(count for count, _ in self.runs)
             if (lam, bins, epochs) != (largest, all_bins, 1) or self.tail:

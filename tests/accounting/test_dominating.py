@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -239,6 +240,20 @@ def test_one_epoch_of_two_chains_is_a_point_and_no_curve() -> None:
     made, by = accountant_for(lc.BLT(2).resolve(sampling.block), sampling)._columns(8.0, 1e-5)  # type: ignore[attr-defined]
     assert by.columns.second
     assert isinstance(made, TransferMatrix)
+
+
+def test_where_two_chains_are_refused_one_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the run without amplification."""
+
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise AccountingError("no plane today")
+
+    monkeypatch.setattr("lambdacgd.accounting.exact.accountant.plane", refuses)
+    monkeypatch.setattr("lambdacgd.accounting.dominating.cost", lambda *_: 1.0)
+    sampling = lc.BallsInBins("fixed", examples=390, steps_per_epoch=390, epochs=1)
+    answer = accountant_for(lc.BLT(2).resolve(sampling.block), sampling).sigma(8.0, 1e-5)
+    assert "second" not in answer.certificate.details["dominated_by"]
+    assert answer.sigma < 0.7  # 1.04 without amplification, .645 with two chains
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -296,10 +296,12 @@ class _FixedBins(Accountant):
             return None if numbers is None else self._made(**numbers)
         return None
 
-    def _columns(self, epsilon: float, delta: float) -> tuple[TransferMatrix | FreshBins, Dominating]:
-        """That of the columns that dominate the mechanism best near (ε, δ)."""
+    def _columns(
+        self, epsilon: float, delta: float, *, two: bool = True
+    ) -> tuple[TransferMatrix | FreshBins, Dominating]:
+        """That of the columns that dominate the mechanism best near (ε, δ); ``two`` allows two chains."""
         restarts = self.sampling.restart_every is not None
-        by = dominating(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta, restarts=restarts)
+        by = dominating(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta, restarts=restarts, two=two)
         return self._made(by.lam, columns=by.columns), by
 
     def _answer(self, question: Question, first: float, second: float) -> Bound:
@@ -317,7 +319,13 @@ class _FixedBins(Accountant):
 
         def near(epsilon: float, delta: float) -> Bound:
             accountant, by = self._columns(epsilon, delta)
-            answer = getattr(accountant, question)(first, second)
+            try:
+                answer = getattr(accountant, question)(first, second)
+            except AccountingError:
+                if not by.columns.second:
+                    raise
+                accountant, by = self._columns(epsilon, delta, two=False)
+                answer = getattr(accountant, question)(first, second)
             return replace(answer, method=self.methods[0], details=answer.details | {"dominated_by": by.details()})
 
         if question == "sigma":

@@ -52,7 +52,7 @@ NONE = 2e-3  #: a shared part below this share of the largest entry is left out
 WORTH, WORTH_TWO = 0.015, 0.03  #: losses of σ from which a shared part with fixed bins, and two chains, are tried
 GAIN, GAIN_TWO = 0.01, 0.03  #: of σ, for which these are taken; a plane may take six times as long as a line
 HELD = 0.03  #: the slower of two chains stays for so many of its memories 1/(1 − λ)
-DEAREST_PLANE = 1.5e9  #: operations a frequency from which two chains are not computed with
+DEAREST_PLANE = 1e9  #: operations a frequency from which two chains are not computed with
 LEAST = 0.02  #: of the diagonal, of each of two chains and of their nugget, on which their lattices' spacings depend
 SAFETY = 1 + 1e-9  #: for the rounding of sums of non-negative terms, and of powers of λ
 GRID = 64  #: points on the unit circle a coefficient: the maximum of |r|² exceeds that on the grid by .12% at most
@@ -102,7 +102,7 @@ def exact_columns(mechanism: Mechanism, steps: int) -> Dominating | None:
 
 
 def dominating(
-    mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float, restarts: bool = True
+    mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float, restarts: bool = True, two: bool = True
 ) -> Dominating:
     """The columns that should need the least noise for (ε, δ), judged by E W² after all epochs.
 
@@ -113,6 +113,7 @@ def dominating(
         epsilon: ε near which they are to be good.
         delta: likewise δ.
         restarts: whether the noise restarts every epoch (fresh bins).
+        two: whether there may be two chains.
 
     Returns:
         λ and columns for ``FreshBins``, or without restarts for ``TransferMatrix``.
@@ -131,8 +132,8 @@ def dominating(
     choices = []
     of_one_epoch = block.epochs == 1 and block.steps <= MOST_PAIRWISE
     if of_one_epoch and (column := unit_column(mechanism, block.steps)) is not None:
-        found = followed(column, allowed / horizon.epochs)
-        choices = [Dominating(found.lam, found.columns, found.loss)]
+        along = followed(column, allowed / horizon.epochs)
+        choices = [Dominating(along.lam, along.columns, along.loss)]
         if block.steps > FEW_STEPS:  # where memories are short beside the epoch it is the best
             return choices[0]
     inner = _Inner(mechanism, block)
@@ -141,10 +142,10 @@ def dominating(
     # What is shared is composed with a whole curve of δ, and two chains take a lattice in the plane.
     if not restarts and best.loss > WORTH:
         best = goal.better(best, goal.best(_ways(inner, goal, shared=True)), GAIN)
-    if of_one_epoch and best.loss > WORTH_TWO:
-        two = _by_program(inner, goal, shared=False, one=best.lam)
-        if cost(two.columns.over(two.lam, inner.bins, 1, goal.precision**-0.5), 5.0) <= DEAREST_PLANE:
-            best = goal.better(best, goal.best([two]), GAIN_TWO)
+    if two and of_one_epoch and best.loss > WORTH_TWO:
+        found = _by_program(inner, goal, shared=False, one=best.lam)
+        if cost(found.columns.over(found.lam, inner.bins, 1, goal.precision**-0.5), 5.0) <= DEAREST_PLANE:
+            best = goal.better(best, goal.best([found]), GAIN_TWO)
     return best
 
 

@@ -168,7 +168,7 @@ def _train(run: TrainingRun, data: Data, plan: Plan, until: float | None, unfini
 
 def _key(folder: Path) -> SecretKey:
     """The key of a run that may be interrupted. What is trained on here is public: copies of the file may be read."""
-    path = folder / "key"
+    path = folder / "run.key"
     folder.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         SecretKey.generate().save(path)

@@ -251,12 +251,12 @@ def test_a_run_that_time_cuts_off_goes_on_as_if_it_had_not(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     trainer._key(whole)
     parts.mkdir()
-    shutil.copy(whole / "key", parts / "key")
+    shutil.copy(whole / "run.key", parts / "run.key")
     wanted = train(run, data, plans, unfinished=whole)
     for _ in range(3):
         with pytest.raises(TooLate):
             train(run, data, plans, until=0.0, unfinished=parts)
-        (parts / "key").chmod(0o644)  # as copies have it
+        (parts / "run.key").chmod(0o644)  # as copies have it
     found = train(run, data, plans, unfinished=parts)
     assert found["accuracy"] == wanted["accuracy"]
     assert found["seconds"] > 0

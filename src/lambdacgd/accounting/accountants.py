@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -304,6 +305,17 @@ class _FixedBins(Accountant):
         by = dominating(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta, restarts=restarts, two=two)
         return self._made(by.lam, columns=by.columns), by
 
+    def _asked(self, epsilon: float, delta: float, ask: Callable[[Any], Any]) -> tuple[Any, Dominating]:
+        """What the accountant of these columns says; of one chain, where it refuses two."""
+        accountant, by = self._columns(epsilon, delta)
+        try:
+            return ask(accountant), by
+        except AccountingError:
+            if not by.columns.second:
+                raise
+        accountant, by = self._columns(epsilon, delta, two=False)
+        return ask(accountant), by
+
     def _answer(self, question: Question, first: float, second: float) -> Bound:
         try:
             if self._exact is not None:
@@ -318,14 +330,7 @@ class _FixedBins(Accountant):
         """Which columns dominate the mechanism best depends on (ε, δ): where one is asked for, it is guessed first."""
 
         def near(epsilon: float, delta: float) -> Bound:
-            accountant, by = self._columns(epsilon, delta)
-            try:
-                answer = getattr(accountant, question)(first, second)
-            except AccountingError:
-                if not by.columns.second:
-                    raise
-                accountant, by = self._columns(epsilon, delta, two=False)
-                answer = getattr(accountant, question)(first, second)
+            answer, by = self._asked(epsilon, delta, methodcaller(question, first, second))
             return replace(answer, method=self.methods[0], details=answer.details | {"dominated_by": by.details()})
 
         if question == "sigma":
@@ -340,8 +345,8 @@ class _FixedBins(Accountant):
 
     def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
         try:
-            accountant = self._exact or self._columns(epsilon, delta)[0]
-            return accountant.quick_sigma(epsilon, delta, start=start)
+            quickly = methodcaller("quick_sigma", epsilon, delta, start=start)
+            return float(quickly(self._exact) if self._exact else self._asked(epsilon, delta, quickly)[0])
         except AccountingError:
             return self._unamplified.quick_sigma(epsilon, delta)
 
@@ -381,6 +386,5 @@ class _FreshBins(_FixedBins):
 
         As for the plan's own σ, λCGD is composed exactly and other mechanisms through the chain that dominates them.
         """
-        composed = self._exact or self._columns(epsilon, delta)[0]
-        assert isinstance(composed, FreshBins)
-        return composed.epsilons(sigma, delta)
+        ask = methodcaller("epsilons", sigma, delta)
+        return tuple(ask(self._exact) if self._exact else self._asked(epsilon, delta, ask)[0])
